@@ -1,0 +1,35 @@
+"""Time as a dependency.
+
+Leases, retries and schedules go by the *engine's* clock (Redis `TIME`, or this `Clock` embedded, where
+engine and worker share a machine). Worker-side durations use the monotonic clock and survive any step
+of the wall clock.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Wall time in whole milliseconds since the epoch, UTC."""
+
+    def now_ms(self) -> int: ...
+
+
+class SystemClock(Clock):
+    """The machine's clock."""
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+
+def to_ms(value: timedelta) -> int:
+    """A duration in whole milliseconds."""
+    return round(value / timedelta(milliseconds=1))
+
+
+def to_datetime(at_ms: int) -> datetime:
+    """An aware UTC instant from milliseconds since the epoch."""
+    return datetime.fromtimestamp(at_ms / 1000, UTC)

@@ -1,0 +1,1 @@
+"""What holdfast decides, without any I/O: states, jobs, retry policy, verdicts, codec."""

@@ -1,0 +1,147 @@
+"""JSON in and out, checked against a function's annotations. Never pickle.
+
+On the wire a payload is a JSON object of keyword arguments; an array of positional ones is accepted too.
+Plain types, dataclasses, msgspec structs, TypedDicts, enums and pydantic models all work, nested or not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+from pydantic import BaseModel
+
+from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
+
+PAYLOAD_LIMIT: Final = 1024 * 1024
+
+
+def _encode_other(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise TypeError(
+        f"{type(value).__name__} is no JSON; use plain types, a dataclass, a msgspec struct or a pydantic model"
+    )
+
+
+def _decode_other(wanted: Any, value: Any) -> Any:
+    if isinstance(wanted, type) and issubclass(wanted, BaseModel):
+        # ValueError is what msgspec turns into its own error, with the path of the field.
+        return wanted.model_validate(value)
+    raise TypeError(
+        f"{getattr(wanted, '__name__', wanted)} cannot be read from JSON; "
+        "annotate with plain types, a dataclass, a msgspec struct or a pydantic model"
+    )
+
+
+_encoder: Final = msgspec.json.Encoder(enc_hook=_encode_other)
+_any_decoder: Final = msgspec.json.Decoder()
+
+
+def encode_json(value: Any, what: str, limit: int = PAYLOAD_LIMIT) -> bytes:
+    """JSON, or `InvalidPayload` / `PayloadTooLarge` that says what was wrong with `what`."""
+    try:
+        encoded = _encoder.encode(value)
+    except (TypeError, ValueError, RecursionError, OverflowError) as exc:
+        raise InvalidPayload(f"{what} cannot be written as JSON: {exc}") from exc
+    if len(encoded) > limit:
+        raise PayloadTooLarge(what, len(encoded), limit)
+    return encoded
+
+
+def decode_json(encoded: bytes, what: str) -> Any:
+    """Plain Python values from JSON."""
+    try:
+        return _any_decoder.decode(encoded)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        raise InvalidPayload(f"{what} is no JSON: {exc}") from exc
+
+
+class Arguments:
+    """The arguments of one function, both ways.
+
+    Parameters annotated with `injected` (the task's context) are not part of the payload.
+    """
+
+    def __init__(self, function: Callable[..., Any], task: str, injected: type) -> None:
+        self._task = task
+        hints = _hints(function, task)
+        fields: list[Any] = []
+        self.injected_name: str | None = None
+        for name, parameter in inspect.signature(function).parameters.items():
+            annotation = hints.get(name, Any)
+            if annotation is injected:
+                self.injected_name = name
+                continue
+            fields.append(_field(task, parameter, annotation))
+        self.names: tuple[str, ...] = tuple(field[0] for field in fields)
+        self._known = frozenset(self.names)
+        try:
+            self._type = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=True)
+            self._decoder = msgspec.json.Decoder(self._type, dec_hook=_decode_other)
+            self._returns = msgspec.json.Decoder(hints.get("return", Any), dec_hook=_decode_other)
+        except TypeError as exc:
+            raise InvalidOption(f"task {task!r}: an annotation cannot be read from JSON: {exc}") from exc
+
+    def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], limit: int = PAYLOAD_LIMIT) -> bytes:
+        """The payload of a call, checked as the worker will check it."""
+        if len(args) > len(self.names):
+            raise InvalidPayload(f"task {self._task!r} takes {len(self.names)} arguments, got {len(args)}")
+        bound = dict(zip(self.names, args, strict=False))
+        if kwargs:
+            twice = bound.keys() & kwargs.keys()
+            if twice:
+                raise InvalidPayload(f"task {self._task!r} got {min(twice)!r} twice")
+            bound.update(kwargs)
+        payload = encode_json(bound, f"the arguments of task {self._task!r}", limit)
+        self.decode(payload)
+        return payload
+
+    def decode(self, payload: bytes) -> dict[str, Any]:
+        """Keyword arguments for the function, of the types it names."""
+        try:
+            if payload[:1] == b"[":
+                return self._decode_positional(payload)
+            arguments = self._decoder.decode(payload)
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as exc:
+            raise InvalidPayload(f"the payload does not fit task {self._task!r}: {exc}") from exc
+        return {name: getattr(arguments, name) for name in self.names}
+
+    def decode_result(self, result: bytes) -> Any:
+        """A result as the function's return annotation has it; as plain values if it no longer fits."""
+        try:
+            return self._returns.decode(result)
+        except (msgspec.DecodeError, ValueError, TypeError):
+            return _any_decoder.decode(result)
+
+    def _decode_positional(self, payload: bytes) -> dict[str, Any]:
+        values = _any_decoder.decode(payload)
+        if len(values) > len(self.names):
+            raise ValueError(f"{len(values)} positional arguments for {len(self.names)} parameters")
+        named = dict(zip(self.names, values, strict=False))
+        arguments = msgspec.convert(named, self._type, dec_hook=_decode_other)
+        return {name: getattr(arguments, name) for name in self.names}
+
+
+def _hints(function: Callable[..., Any], task: str) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except NameError as exc:
+        raise InvalidOption(
+            f"task {task!r}: {exc}; annotations must be importable where the task is defined, not under TYPE_CHECKING"
+        ) from exc
+
+
+def _field(task: str, parameter: inspect.Parameter, annotation: Any) -> Any:
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise InvalidOption(
+            f"task {task!r}: parameter {parameter} has no name on the wire; "
+            "give tasks named parameters, not *args, **kwargs or positional-only ones"
+        )
+    if parameter.default is parameter.empty:
+        return (parameter.name, annotation)
+    default = parameter.default
+    return (parameter.name, annotation, msgspec.field(default_factory=lambda: default))

@@ -1,0 +1,212 @@
+"""A job and what travels with it, as both engines and every worker see it.
+
+`Envelope` is what a caller submits, `Claim` what a worker gets, `JobView` what a reader sees. `Meta` is
+the part that grows while a job lives: counters, policy of its own, history (requirement Y6).
+Instants are whole milliseconds of the engine's clock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from enum import IntEnum
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.retry import Retry
+from holdfast.core.states import State
+
+DEFAULT_QUEUE: Final = "default"
+DEFAULT_TENANT: Final = "default"
+
+#: A history keeps this many attempts: the first ones and the latest ones.
+HISTORY_FIRST: Final = 5
+HISTORY_LATEST: Final = 20
+
+
+class Priority(IntEnum):
+    """Which line a job waits in. 0 is served first; `read_order` keeps the last from starving."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
+#: Claims take the lines in this order, turn by turn: out of eight turns one begins with the lowest
+#: line and two with the middle one, so that a flood of urgent jobs slows the rest but never stops it.
+_ORDERS: Final = (
+    (0, 1, 2),
+    (0, 1, 2),
+    (1, 0, 2),
+    (0, 1, 2),
+    (2, 0, 1),
+    (0, 1, 2),
+    (1, 0, 2),
+    (0, 1, 2),
+)
+
+
+def read_order(turn: int) -> tuple[int, ...]:
+    """The order of priorities for the `turn`-th claim of a worker."""
+    return _ORDERS[turn % len(_ORDERS)]
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why an attempt did not succeed. `code` is ours and stable, `type` is the exception's name."""
+
+    code: str
+    message: str
+    type: str = ""
+    stack: str = ""
+
+
+class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One run of a job that did not end it, or that ended it."""
+
+    number: int
+    worker: str
+    started_at_ms: int
+    finished_at_ms: int
+    outcome: str
+    failure: Failure | None = None
+
+
+class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a job carries beside its arguments; empty for a fresh job with default policy."""
+
+    retry_count: int = 0
+    lost_leases: int = 0
+    unavailable_count: int = 0
+    unavailable_since_ms: int = 0
+    priority: int = Priority.NORMAL
+    run_at_ms: int = 0
+    retry: Retry | None = None
+    max_retries: int | None = None
+    context: dict[str, Any] | None = None
+    history: tuple[Attempt, ...] = ()
+    dlq_id: str = ""
+
+
+EMPTY_META: Final = Meta()
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A submission. `payload` is a JSON object of keyword arguments (or an array of positional ones)."""
+
+    job_id: str
+    task: str
+    payload: bytes
+    queue: str = DEFAULT_QUEUE
+    tenant_id: str = DEFAULT_TENANT
+    #: Empty: the job id is the key (requirement E1).
+    idempotency_key: str = ""
+    trace_id: str = ""
+    meta: Meta = EMPTY_META
+    #: Run no earlier than this long after acceptance, by the engine's clock …
+    delay_ms: int = 0
+    #: … or no earlier than this instant; 0 is "now".
+    run_at_ms: int = 0
+    #: A guard wants a person to approve it first.
+    hold: bool = False
+
+
+class Receipt(msgspec.Struct, frozen=True, gc=False):
+    """The engine's answer to one envelope. A duplicate names the job that was there first."""
+
+    job_id: str
+    duplicate: bool = False
+
+
+class Lease(msgspec.Struct, frozen=True, gc=False):
+    """The right to finish one attempt: this place, delivered this often, to this worker incarnation."""
+
+    queue: str
+    job_id: str
+    place: str
+    deliveries: int
+    worker: str
+
+    @property
+    def token(self) -> str:
+        """Names one attempt for ever; a settle sent twice is recognised by it."""
+        return f"{self.place}:{self.deliveries}:{self.worker}"
+
+
+class Claim(msgspec.Struct, frozen=True, gc=False):
+    """A leased job, ready to run."""
+
+    lease: Lease
+    task: str
+    payload: bytes
+    tenant_id: str
+    idempotency_key: str
+    trace_id: str
+    attempt: int
+    created_at_ms: int
+    claimed_at_ms: int
+    meta: Meta
+
+    @property
+    def job_id(self) -> str:
+        return self.lease.job_id
+
+    @property
+    def queue(self) -> str:
+        return self.lease.queue
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as a reader sees it at one moment."""
+
+    job_id: str
+    task: str
+    queue: str
+    tenant_id: str
+    state: State
+    attempt: int
+    payload: bytes
+    idempotency_key: str
+    trace_id: str
+    meta: Meta
+    created_at_ms: int
+    worker: str = ""
+    result: bytes | None = None
+    failure: Failure | None = None
+    next_attempt_at_ms: int = 0
+    finished_at_ms: int = 0
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a job's story, as the feed hands it to the ledger (requirement S4)."""
+
+    type: str
+    job_id: str
+    at_ms: int
+    from_state: State | None = None
+    to_state: State | None = None
+    attempt: int = 0
+    retry_count: int = 0
+    worker: str = ""
+    message: str = ""
+    #: What only this kind of event has: the envelope at creation, the result, the failure, the old owner.
+    data: dict[str, Any] | None = None
+
+
+def new_job_ids(count: int) -> list[str]:
+    """Fresh ids: UUID version 7 in 32 hexadecimal digits, so that neighbours in time are neighbours in an index."""
+    stamp = f"{time.time_ns() // 1_000_000:012x}7"
+    random = os.urandom(10 * count).hex()
+    ids = []
+    for start in range(0, 20 * count, 20):
+        variant = "89ab"[int(random[start], 16) & 3]
+        ids.append(f"{stamp}{random[start + 1 : start + 4]}{variant}{random[start + 4 : start + 19]}")
+    return ids
+
+
+def remember(history: tuple[Attempt, ...], attempt: Attempt) -> tuple[Attempt, ...]:
+    """A history with one more attempt, bounded: a job that waits out an outage for days stays small."""
+    grown = (*history, attempt)
+    if len(grown) > HISTORY_FIRST + HISTORY_LATEST:
+        grown = grown[:HISTORY_FIRST] + grown[-HISTORY_LATEST:]
+    return grown

@@ -1,0 +1,98 @@
+"""When a failed job runs again (requirements Y1, Y8, Y9).
+
+`delay = min(cap, base · multiplier^(n−1)) + jitter`, n counting retries from 1, or a list of delays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from random import Random
+from typing import Final
+
+from holdfast.clock import to_ms
+from holdfast.errors import InvalidOption
+
+#: A duration as users write it: a `timedelta`, or seconds.
+Duration = timedelta | float | int
+
+_MAX_RETRIES: Final = 3
+#: No cap needs more doublings than this, and 2.0 ** 2000 overflows.
+_MAX_EXPONENT: Final = 64
+
+
+def duration_ms(value: Duration, name: str) -> int:
+    """Whole milliseconds, or `InvalidOption` that names the option."""
+    if isinstance(value, bool) or not isinstance(value, timedelta | float | int):
+        raise InvalidOption(f"{name} must be a timedelta or a number of seconds, not {value!r}")
+    try:
+        span = value if isinstance(value, timedelta) else timedelta(seconds=value)
+    except (OverflowError, ValueError) as exc:
+        raise InvalidOption(f"{name}={value!r} is no duration") from exc
+    if span < timedelta():
+        raise InvalidOption(f"{name} must not be negative, got {value!r}")
+    return to_ms(span)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Retry:
+    """How often and when. The defaults: three retries after about 1, 2 and 4 seconds.
+
+    >>> Retry(max_retries=3, delays=[60, 300, 900])           # after 1, 5 and 15 minutes
+    >>> Retry(max_attempts=10, base=1, cap=600, jitter=None)  # ten runs, 1 s doubling up to 10 min
+
+    `unavailable_deadline` bounds how long a job waits out an outage (errors that say a dependency is
+    down use up no retries); the default is: for ever.
+    """
+
+    max_retries: int
+    base_ms: int
+    multiplier: float
+    cap_ms: int
+    jitter_ms: int
+    delays_ms: tuple[int, ...]
+    unavailable_deadline_ms: int | None
+
+    def __init__(
+        self,
+        max_retries: int | None = None,
+        *,
+        max_attempts: int | None = None,
+        base: Duration = 1.0,
+        multiplier: float = 2.0,
+        cap: Duration = 30.0,
+        jitter: Duration | None = 0.3,
+        delays: Sequence[Duration] = (),
+        unavailable_deadline: Duration | None = None,
+    ) -> None:
+        if max_retries is not None and max_attempts is not None:
+            raise InvalidOption("give max_retries or max_attempts, not both")
+        if max_attempts is not None:
+            max_retries = max_attempts - 1
+        if max_retries is None:
+            max_retries = len(delays) or _MAX_RETRIES
+        if max_retries < 0:
+            raise InvalidOption(f"max_retries must be 0 or more (max_attempts 1 or more), got {max_retries}")
+        if not multiplier >= 1:
+            raise InvalidOption(f"multiplier must be 1 or more, got {multiplier!r}")
+        put = object.__setattr__
+        put(self, "max_retries", max_retries)
+        put(self, "base_ms", duration_ms(base, "base"))
+        put(self, "multiplier", float(multiplier))
+        put(self, "cap_ms", duration_ms(cap, "cap"))
+        put(self, "jitter_ms", 0 if jitter is None else duration_ms(jitter, "jitter"))
+        put(self, "delays_ms", tuple(duration_ms(delay, "delays") for delay in delays))
+        put(
+            self,
+            "unavailable_deadline_ms",
+            None if unavailable_deadline is None else duration_ms(unavailable_deadline, "unavailable_deadline"),
+        )
+
+    def delay_ms(self, retry_count: int, random: Random) -> int:
+        """How long to wait before the `retry_count`-th retry, counted from 1."""
+        jitter = random.randint(0, self.jitter_ms) if self.jitter_ms else 0
+        if self.delays_ms:
+            return self.delays_ms[min(retry_count, len(self.delays_ms)) - 1] + jitter
+        grown = self.base_ms * self.multiplier ** min(retry_count - 1, _MAX_EXPONENT)
+        return int(min(self.cap_ms, grown)) + jitter

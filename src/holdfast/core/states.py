@@ -1,0 +1,118 @@
+"""The state machine: one table, the only truth (requirements S1, S2).
+
+Lua scripts, SQL checks, docs and diagram are generated from `MOVES`; nothing types a transition again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from holdfast.errors import TransitionInvalid
+
+
+class State(StrEnum):
+    """Where a job is. `running` means: leased by one worker incarnation."""
+
+    QUEUED = "queued"
+    WAITING_APPROVAL = "waiting_approval"
+    RUNNING = "running"
+    RETRYING = "retrying"
+    SUSPENDED = "suspended"
+    SUCCEEDED = "succeeded"
+    DLQ_PENDING = "dlq_pending"
+    DLQ_RECORDED = "dlq_recorded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_S = State
+
+#: Every legal move; `None` is "not there yet". What is not here is illegal.
+MOVES: Final[Mapping[State | None, frozenset[State]]] = MappingProxyType(
+    {
+        None: frozenset({_S.QUEUED, _S.WAITING_APPROVAL}),
+        _S.QUEUED: frozenset({_S.RUNNING, _S.WAITING_APPROVAL, _S.DLQ_PENDING, _S.SUSPENDED, _S.CANCELLED}),
+        _S.WAITING_APPROVAL: frozenset({_S.QUEUED, _S.CANCELLED}),
+        _S.RUNNING: frozenset(
+            {
+                _S.SUCCEEDED,
+                _S.RETRYING,
+                _S.DLQ_PENDING,
+                _S.SUSPENDED,
+                _S.WAITING_APPROVAL,
+                _S.QUEUED,
+                _S.CANCELLED,
+            }
+        ),
+        _S.RETRYING: frozenset({_S.RUNNING, _S.DLQ_PENDING, _S.SUSPENDED, _S.CANCELLED}),
+        _S.SUSPENDED: frozenset({_S.QUEUED, _S.CANCELLED}),
+        _S.DLQ_PENDING: frozenset({_S.DLQ_RECORDED}),
+        _S.DLQ_RECORDED: frozenset({_S.FAILED}),
+        _S.SUCCEEDED: frozenset(),
+        _S.FAILED: frozenset(),
+        _S.CANCELLED: frozenset(),
+    }
+)
+
+#: States that never change again.
+FINAL: Final = frozenset(state for state, targets in MOVES.items() if state is not None and not targets)
+
+#: States in which a job is kept aside with its whole envelope, not in the line.
+PARKED: Final = frozenset({_S.SUSPENDED, _S.WAITING_APPROVAL, _S.DLQ_PENDING})
+
+#: The event each move leaves in the feed, by its target (requirement L2) …
+EVENTS: Final[Mapping[State, str]] = MappingProxyType(
+    {
+        _S.QUEUED: "task.created",
+        _S.WAITING_APPROVAL: "approval.requested",
+        _S.RUNNING: "task.claimed",
+        _S.RETRYING: "task.retrying",
+        _S.SUSPENDED: "task.suspended",
+        _S.SUCCEEDED: "task.succeeded",
+        _S.DLQ_PENDING: "task.dlq_pending",
+        _S.DLQ_RECORDED: "task.dlq",
+        _S.FAILED: "task.failed",
+        _S.CANCELLED: "task.cancelled",
+    }
+)
+
+#: … and the moves whose target alone does not tell what happened.
+EVENTS_BY_MOVE: Final[Mapping[tuple[State | None, State], str]] = MappingProxyType(
+    {
+        (_S.RUNNING, _S.QUEUED): "task.released",
+        (_S.SUSPENDED, _S.QUEUED): "task.resumed",
+        (_S.WAITING_APPROVAL, _S.QUEUED): "approval.approved",
+        (_S.RUNNING, _S.RUNNING): "task.reclaimed",
+    }
+)
+
+#: Adopted messages that turn out to be a second copy of a known job leave this beside the job's moves.
+DUPLICATE_EVENT: Final = "task.duplicate"
+
+
+def is_legal(from_state: State | None, to_state: State) -> bool:
+    """Whether the table knows this move."""
+    return to_state in MOVES[from_state]
+
+
+def check_move(job_id: str, from_state: State | None, to_state: State) -> None:
+    """Raise `TransitionInvalid` unless the table knows this move."""
+    if not is_legal(from_state, to_state):
+        raise TransitionInvalid(job_id, from_state, to_state)
+
+
+def event_for(from_state: State | None, to_state: State) -> str:
+    """The name of the event that this move leaves."""
+    return EVENTS_BY_MOVE.get((from_state, to_state)) or EVENTS[to_state]
+
+
+def mermaid() -> str:
+    """The state diagram for the docs."""
+    lines = ["stateDiagram-v2"]
+    for state, targets in MOVES.items():
+        lines += [f"    {state or '[*]'} --> {target}" for target in sorted(targets)]
+    lines += [f"    {state} --> [*]" for state in sorted(FINAL)]
+    return "\n".join(lines)

@@ -1,0 +1,241 @@
+"""From what the user's code did (outcome) to what holdfast makes of it (verdict). Pure.
+
+Both are closed unions, matched to the end. `judge` is the whole retry policy; `advance` is what a
+verdict does to the part of a job that travels on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from random import Random
+from typing import Final, assert_never
+
+import msgspec
+
+from holdfast.core.job import Attempt, Claim, Failure, Meta, remember
+from holdfast.core.retry import Retry
+from holdfast.core.states import State
+
+#: Failure codes that holdfast itself gives (`docs/reference/failure-codes.md`).
+TASK_ERROR: Final = "TASK_ERROR"
+TASK_TIMEOUT: Final = "TASK_TIMEOUT"
+TASK_FATAL: Final = "TASK_FATAL"
+DEPENDENCY_UNAVAILABLE: Final = "DEPENDENCY_UNAVAILABLE"
+UNAVAILABLE_TOO_LONG: Final = "UNAVAILABLE_TOO_LONG"
+POISON_PILL: Final = "POISON_PILL"
+MESSAGE_MALFORMED: Final = "MESSAGE_MALFORMED"
+PROCESS_DIED: Final = "PROCESS_DIED"
+
+
+class Kind(StrEnum):
+    """What sort of failure it was; decides whether a retry makes sense."""
+
+    RETRYABLE = "retryable"
+    FATAL = "fatal"
+    #: A dependency is down: wait it out, no retry is used up (requirement Y8).
+    UNAVAILABLE = "unavailable"
+    #: The payload does not fit the task: always a dead letter (requirement Y7).
+    MISFIT = "misfit"
+
+
+class OnExhausted(StrEnum):
+    """Where a job goes that is out of retries, or that failed for good (requirement Y7)."""
+
+    DEAD_LETTER = "dead_letter"
+    SUSPEND = "suspend"
+
+
+# Outcomes ------------------------------------------------------------------------------------------
+
+
+class Returned(msgspec.Struct, frozen=True, gc=False):
+    """The function returned; `result` is JSON."""
+
+    result: bytes
+
+
+class Raised(msgspec.Struct, frozen=True):
+    """The function raised, ran out of time, or could not be called."""
+
+    kind: Kind
+    failure: Failure
+
+
+class GaveBack(msgspec.Struct, frozen=True):
+    """The attempt ended without an end: never started, or put to sleep until later."""
+
+    message: str
+    delay_ms: int = 0
+    #: Whether the user's code ran. An unstarted attempt is not used up (requirement S5).
+    started: bool = False
+
+
+class AskedApproval(msgspec.Struct, frozen=True):
+    """The task, or a guard, wants a person to decide first."""
+
+    message: str
+
+
+Outcome = Returned | Raised | GaveBack | AskedApproval
+
+
+# Verdicts ------------------------------------------------------------------------------------------
+
+
+class Succeed(msgspec.Struct, frozen=True, gc=False):
+    """running → succeeded."""
+
+    result: bytes
+
+
+class RetryLater(msgspec.Struct, frozen=True):
+    """running → retrying, due `delay_ms` from the engine's now. `counts`: uses up a retry."""
+
+    delay_ms: int
+    failure: Failure
+    counts: bool = True
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """running → dlq_pending (and on, once the dead letter is recorded)."""
+
+    failure: Failure
+
+
+class Suspend(msgspec.Struct, frozen=True):
+    """running → suspended: an operator decides."""
+
+    failure: Failure
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """running → waiting_approval."""
+
+    message: str
+
+
+class Release(msgspec.Struct, frozen=True):
+    """running → queued: given back."""
+
+    message: str
+    delay_ms: int = 0
+    started: bool = False
+
+
+Verdict = Succeed | RetryLater | DeadLetter | Suspend | Hold | Release
+
+#: The state that each verdict leads to, for engines and metrics.
+TARGETS: Final[dict[type, State]] = {
+    Succeed: State.SUCCEEDED,
+    RetryLater: State.RETRYING,
+    DeadLetter: State.DLQ_PENDING,
+    Suspend: State.SUSPENDED,
+    Hold: State.WAITING_APPROVAL,
+    Release: State.QUEUED,
+}
+
+
+class Settlement(msgspec.Struct, frozen=True, gc=False):
+    """A verdict on a claim, ready for the engine. `finished_at_ms` is the worker's estimate of the engine's now."""
+
+    claim: Claim
+    verdict: Verdict
+    finished_at_ms: int
+
+
+class Answer(StrEnum):
+    """What the engine says to a settlement."""
+
+    #: It is so now.
+    APPLIED = "applied"
+    #: It was so already: this is a second copy of a settlement that had been applied.
+    ALREADY = "already"
+    #: The lease is someone else's, or the job has ended; nothing was changed.
+    STALE = "stale"
+
+
+def judge(
+    claim: Claim,
+    outcome: Outcome,
+    retry: Retry,
+    on_exhausted: OnExhausted,
+    random: Random,
+    now_ms: Callable[[], int],
+) -> Verdict:
+    """What becomes of the job now. The job's own policy goes before the task's."""
+    match outcome:
+        case Returned(result=result):
+            return Succeed(result)
+        case GaveBack(message=message, delay_ms=delay_ms, started=started):
+            return Release(message, delay_ms, started)
+        case AskedApproval(message=message):
+            return Hold(message)
+        case Raised(kind=kind, failure=failure):
+            return _judge_failure(claim, kind, failure, retry, on_exhausted, random, now_ms)
+        case _:
+            assert_never(outcome)
+
+
+def _judge_failure(
+    claim: Claim,
+    kind: Kind,
+    failure: Failure,
+    retry: Retry,
+    on_exhausted: OnExhausted,
+    random: Random,
+    now_ms: Callable[[], int],
+) -> Verdict:
+    meta = claim.meta
+    policy = meta.retry or retry
+    max_retries = policy.max_retries if meta.max_retries is None else meta.max_retries
+    match kind:
+        case Kind.MISFIT:
+            return DeadLetter(failure)
+        case Kind.FATAL:
+            pass
+        case Kind.UNAVAILABLE:
+            deadline_ms = policy.unavailable_deadline_ms
+            waited_ms = now_ms() - meta.unavailable_since_ms if meta.unavailable_since_ms else 0
+            if deadline_ms is None or waited_ms < deadline_ms:
+                return RetryLater(policy.delay_ms(meta.unavailable_count + 1, random), failure, counts=False)
+            failure = msgspec.structs.replace(failure, code=UNAVAILABLE_TOO_LONG)
+        case Kind.RETRYABLE:
+            if meta.retry_count < max_retries:
+                return RetryLater(policy.delay_ms(meta.retry_count + 1, random), failure)
+        case _:
+            assert_never(kind)
+    return Suspend(failure) if on_exhausted is OnExhausted.SUSPEND else DeadLetter(failure)
+
+
+def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
+    """The job's `Meta` after this verdict: counters and history (requirement Y6)."""
+    meta = claim.meta
+    # A new message starts at one delivery, so leases lost on this one are added up here.
+    lost = meta.lost_leases + claim.lease.deliveries - 1
+    if isinstance(verdict, Release) and not verdict.started:
+        return msgspec.structs.replace(meta, lost_leases=lost)
+    failure = verdict.failure if isinstance(verdict, RetryLater | DeadLetter | Suspend) else None
+    attempt = Attempt(
+        claim.attempt,
+        claim.lease.worker,
+        claim.claimed_at_ms,
+        finished_at_ms,
+        TARGETS[type(verdict)].value,
+        failure,
+    )
+    retry_count, unavailable_count, unavailable_since_ms = meta.retry_count, 0, 0
+    if isinstance(verdict, RetryLater):
+        if verdict.counts:
+            retry_count += 1
+        else:
+            unavailable_count = meta.unavailable_count + 1
+            unavailable_since_ms = meta.unavailable_since_ms or claim.claimed_at_ms
+    return msgspec.structs.replace(
+        meta,
+        lost_leases=lost,
+        retry_count=retry_count,
+        unavailable_count=unavailable_count,
+        unavailable_since_ms=unavailable_since_ms,
+        history=remember(meta.history, attempt),
+    )

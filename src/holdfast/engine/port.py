@@ -1,0 +1,283 @@
+"""The engine port: the only way a job moves from state to state.
+
+Everything takes and returns batches; one batch of one queue is one atomic step (a Lua script on Redis,
+a transaction on SQLite) that also appends to the feed exactly the moves it made. Time is the engine's.
+
+What every adapter guarantees, and `holdfast.testing.contract` proves:
+
+- An accepted job is never lost: `submit` has returned.
+- A move that `core.states.MOVES` does not know changes nothing.
+- A settle or renew whose lease is lost changes nothing.
+- One final state and one final event per job.
+
+All methods raise `EngineUnavailable` when the store does not answer; all may then be called again with
+the same arguments: `submit` recognises its job ids, `settle` its lease tokens, the rest is repeatable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, Protocol
+
+import msgspec
+
+from holdfast.core.job import Claim, Envelope, Event, JobView, Lease, Receipt
+from holdfast.core.states import State
+from holdfast.core.verdict import Answer, Settlement
+from holdfast.observe.counts import Counts
+
+#: The most jobs that one atomic step handles; larger batches are cut. 500 take a Redis script 4–6 ms.
+MAX_BATCH: Final = 500
+
+
+class RetryVia(StrEnum):
+    """Where a job waits for its retry (requirement Y4)."""
+
+    #: In a set by due time; the message is acknowledged. The default.
+    SCHEDULE = "schedule"
+    #: In the pending list, unacknowledged, until it is found due.
+    PENDING = "pending"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine needs to know beside where its store is."""
+
+    visibility_timeout_ms: int = 30_000
+    #: Lost leases after which a job is a poison pill (requirement Q7).
+    max_deliveries: int = 5
+    #: How long the record of a finished job can be looked up in the engine.
+    finished_ttl_ms: int = 3_600_000
+    #: How long an idempotency key outlives its submission (it always outlives the open job).
+    idempotency_window_ms: int = 86_400_000
+    #: A ledger records dead letters: jobs wait for it in `dlq_pending`. Without one the engine makes all three moves.
+    ledger: bool = False
+    retry_via: Mapping[str, RetryVia] = field(default_factory=dict)
+    #: A retry in the pending list waits at least this long, however short its delay (source I's reclaim idle).
+    pending_idle_ms: int = 0
+    #: `stream:result` keeps about so many entries, and none older than this.
+    result_limit: int = 10_000
+    result_ttl_ms: int = 86_400_000
+    #: Feed entries (batches) kept while no reader has ever registered.
+    feed_limit: int = 1_000
+    #: With a reader, intake is refused when the unread feed is larger than this.
+    feed_max_bytes: int = 512 * 1024 * 1024
+
+
+class Promotion(msgspec.Struct, frozen=True):
+    """How many waiting jobs were put in line, and when the next one is due (0: none waits)."""
+
+    count: int
+    next_due_at_ms: int
+    now_ms: int
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """A running job was taken from its worker by `move`: stop it, its lease is gone."""
+
+    queue: str
+    job_id: str
+
+
+class Due(msgspec.Struct, frozen=True):
+    """A job waits that is due earlier than all others."""
+
+    queue: str
+    at_ms: int
+
+
+class Controlled(msgspec.Struct, frozen=True):
+    """An operator changed a queue's controls; read them with `control`."""
+
+    queue: str
+
+
+Notice = Cancelled | Due | Controlled
+
+
+class Control(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An operator's hand on a queue (requirement H5)."""
+
+    #: Claims get nothing.
+    paused: bool = False
+    #: Submissions are refused.
+    intake_paused: bool = False
+    #: How many jobs a worker process runs at a time; None leaves it to the worker.
+    concurrency: int | None = None
+
+
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A queue at one moment. `states` counts open jobs; `delayed` is the part of `queued` that is not due yet."""
+
+    queue: str
+    states: dict[State, int]
+    delayed: int
+    control: Control
+    workers: int
+    feed_entries: int
+    dead_letters: int
+
+
+class FeedEntry(msgspec.Struct, frozen=True):
+    """One atomic step's moves, in order. `nonce` tells an entry from another at the same position after a wipe."""
+
+    position: str
+    nonce: str
+    events: list[Event]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of `holdfast doctor`."""
+
+    check: str
+    ok: bool
+    message: str
+    advice: str = ""
+    #: A finding that is not ok but does not endanger jobs.
+    warning: bool = False
+
+
+class Engine(Protocol):
+    """Decides. One instance serves one event loop; `sibling` makes another for a second thread."""
+
+    options: EngineOptions
+    counts: Counts
+
+    # Life ------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Connect and prepare the store. Raises `EngineUnavailable` at once if that fails."""
+        ...
+
+    async def close(self) -> None:
+        """Give connections back. Safe to call twice."""
+        ...
+
+    def sibling(self) -> Engine:
+        """An engine on the same store with connections of its own, not opened yet."""
+        ...
+
+    # A job's life ----------------------------------------------------------------------------------
+
+    async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        """Accept new jobs, in order: one receipt each.
+
+        A known `(tenant, queue, idempotency_key)` answers with the first job, as a duplicate. The same
+        envelopes again (a reply was lost) change nothing and are no duplicates. Raises `IntakeRefused`
+        when a queue's intake is paused or its feed is full; envelopes of other queues may have been taken.
+        """
+        ...
+
+    async def claim(self, worker: str, queues: Sequence[str], limit: int, wait_ms: int) -> list[Claim]:
+        """Lease up to `limit` jobs that may run now; wait on the server for the first up to `wait_ms`.
+
+        Adopts foreign messages that are well formed and dead-letters the others. Paused queues give nothing.
+        A negative `limit` or unknown queue is not an error: it gives nothing.
+        """
+        ...
+
+    async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
+        """Leases that the engine says this worker holds and that are not among the `held` tokens.
+
+        For after a lost reply: same attempt, same deliveries as in the reply that never came.
+        """
+        ...
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
+        """End attempts; one answer each. Repeatable: a second copy answers `ALREADY`."""
+        ...
+
+    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Push deadlines out; returns the leases that are lost."""
+        ...
+
+    async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
+        """Put jobs that are due (delayed or waiting for a retry) in line."""
+        ...
+
+    async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
+        """Take over lost leases, with a raised attempt, and retries due in the pending list.
+
+        Jobs that lost `max_deliveries` leases are dead-lettered as poison pills and not returned.
+        """
+        ...
+
+    async def leave(self, worker: str, queues: Sequence[str]) -> None:
+        """The worker is gone for good; forgets it unless it still holds leases."""
+        ...
+
+    # Operators -------------------------------------------------------------------------------------
+
+    async def move(
+        self, queue: str, job_id: str, to: State, *, actor: str, reason: str, expected: State | None = None
+    ) -> State:
+        """An operator's move; returns the state it came from.
+
+        To `queued` (resume, approve), `suspended`, `waiting_approval`, `cancelled`, `dlq_pending`,
+        `dlq_recorded` or `failed`. A running job that is moved is fenced off from its worker at once, which
+        learns of it by a `Cancelled` notice. Raises `UnknownJob`, or `TransitionInvalid` (also when the
+        job is not in the `expected` state) and changes nothing.
+        """
+        ...
+
+    async def control(self, queue: str) -> Control:
+        """The queue's controls."""
+        ...
+
+    async def set_control(self, queue: str, control: Control) -> None:
+        """Set them, and tell everyone who listens."""
+        ...
+
+    # Readers ---------------------------------------------------------------------------------------
+
+    async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobView | None]:
+        """Live state, one answer each; None for unknown or expired ones."""
+        ...
+
+    async def find(self, queue: str, states: Collection[State], limit: int) -> list[JobView]:
+        """Some jobs in these states, newest first as far as the store can tell. For people, not for logic."""
+        ...
+
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobView | None:
+        """The job once it is final, or as it is after `wait_ms`; None if unknown."""
+        ...
+
+    async def stats(self, queue: str) -> QueueStats:
+        """Counts of open jobs and the queue's controls."""
+        ...
+
+    async def queues(self) -> list[str]:
+        """Queues that ever had a job, sorted."""
+        ...
+
+    async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
+        """What happened since the last call on this instance; waits up to `wait_ms` for the first."""
+        ...
+
+    async def now_ms(self) -> int:
+        """The engine's clock."""
+        ...
+
+    async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
+        """Whether this store can be trusted with jobs, and what to do if not."""
+        ...
+
+    # The ledger's end ------------------------------------------------------------------------------
+
+    async def register_reader(self, queue: str) -> None:
+        """From now on nothing unread is dropped from the feed."""
+        ...
+
+    async def feed(self, queue: str, after: str, limit: int) -> list[FeedEntry]:
+        """Entries after a position, oldest first; `after=""` starts at the oldest one kept."""
+        ...
+
+    async def forget(self, queue: str, position: str) -> None:
+        """The reader has everything before `position`; the entry at `position` itself is kept (it proves identity)."""
+        ...
+
+    async def prune(self, queues: Sequence[str]) -> int:
+        """Drop what has expired: old results, dead consumers; returns how many things went."""
+        ...

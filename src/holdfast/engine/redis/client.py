@@ -1,0 +1,213 @@
+"""Connections, scripts and errors: what lies between the engine's verbs and the socket.
+
+Each purpose has a connection of its own, opened when first needed and again after a failure, so that a
+blocking wait never stands before a settle. Driver errors are translated here, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import StrEnum
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import hiredis
+
+from holdfast.core.states import MOVES
+from holdfast.engine.redis.connection import Address, Connection, Subscription
+from holdfast.errors import EngineUnavailable, InvalidOption
+
+
+class Lane(StrEnum):
+    """Purposes that must not wait for each other."""
+
+    SUBMIT = "submit"
+    CLAIM = "claim"
+    SETTLE = "settle"
+    WAIT = "wait"
+    LISTEN = "listen"
+    OTHER = "other"
+
+
+#: Words in Redis's errors that mean "not now", and what to do about them.
+_NOT_NOW: Final[Mapping[str, str]] = {
+    "OOM ": "Redis is full (maxmemory); free memory or raise the limit. Accepted jobs are safe and still drain",
+    "READONLY": "this Redis is a read-only replica; connect to the master",
+    "LOADING": "Redis is still loading its data; it will answer soon",
+    "MASTERDOWN": "this replica has lost its master",
+    "CLUSTERDOWN": "the Redis Cluster is down",
+    "TRYAGAIN": "the Redis Cluster is moving the queue's slot; it will answer soon",
+    "BUSY": "Redis is busy running another script",
+    "MISCONF": "Redis cannot write to its disk and refuses writes; see its log",
+    "NOREPLICAS": "Redis has too few replicas to accept writes (min-replicas-to-write)",
+    "NOAUTH": "Redis wants a password; put it in the URL",
+    "WRONGPASS": "Redis refuses this user name or password",
+    "NOPERM": "the Redis user lacks permissions for holdfast's commands or keys",
+    "invalid username-password": "Redis refuses this user name or password",
+    "max number of clients": "Redis has no room for another connection (maxclients)",
+}
+
+
+class ScriptError(EngineUnavailable):
+    """A script failed in a way that nobody foresaw; nothing is known about its writes."""
+
+    code = "ENGINE_SCRIPT_ERROR"
+
+
+class Script:
+    """One Lua file, with the common part and the state table before it."""
+
+    def __init__(self, name: str) -> None:
+        folder = files("holdfast.engine.redis") / "lua"
+        common = (folder / "_common.lua").read_text()
+        text = (folder / f"{name}.lua").read_text()
+        self.name = name
+        self.source = f"{_state_tables()}\n{common}\n{text}".encode()
+        self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
+
+
+class Client:
+    """A small set of connections to one Redis."""
+
+    def __init__(
+        self,
+        locate: Callable[[], Awaitable[Address]],
+        connect_timeout_s: float,
+        reply_timeout_s: float,
+    ) -> None:
+        self._locate = locate
+        self._connect_timeout_s = connect_timeout_s
+        self._reply_timeout_s = reply_timeout_s
+        self._connections: dict[Lane, Connection] = {}
+        self._opening: dict[Lane, asyncio.Lock] = {}
+        self._closed = False
+
+    async def connect(self, lane: Lane) -> Connection:
+        """The lane's connection, opened anew if it is not usable."""
+        connection = self._connections.get(lane)
+        if connection is not None and connection.usable:
+            return connection
+        async with self._opening.setdefault(lane, asyncio.Lock()):
+            connection = self._connections.get(lane)
+            if connection is None or not connection.usable:
+                connection = await self._open(Connection)
+                self._connections[lane] = connection
+            return connection
+
+    async def subscription(self, on_message: Callable[[bytes], None]) -> Subscription:
+        """A connection of its own that tells the callback on which channel something was said."""
+        connection = await self._open(Subscription)
+        assert isinstance(connection, Subscription)
+        connection.on_message = on_message
+        return connection
+
+    async def call(self, lane: Lane, *command: Any, blocks_s: float = 0.0) -> Any:
+        """One command; driver errors become holdfast's."""
+        connection = self._connections.get(lane)
+        if connection is None or not connection.usable:
+            connection = await self.connect(lane)
+        try:
+            return await connection.call(*command, blocks_s=blocks_s)
+        except (OSError, hiredis.ReplyError) as exc:
+            raise self._failed(lane, exc) from exc
+
+    async def run(self, lane: Lane, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
+        """One script; loaded when the server does not know it."""
+        connection = self._connections.get(lane)
+        if connection is None or not connection.usable:
+            connection = await self.connect(lane)
+        try:
+            return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
+        except hiredis.ReplyError as exc:
+            if not str(exc).startswith("NOSCRIPT"):
+                raise self._failed(lane, exc) from exc
+        except OSError as exc:
+            raise self._failed(lane, exc) from exc
+        await self.call(lane, b"SCRIPT", b"LOAD", script.source)
+        return await self.call(lane, b"EVALSHA", script.sha, len(keys), *keys, *arguments)
+
+    def drop(self, lane: Lane) -> None:
+        """Close one lane's connection; the next call opens another."""
+        connection = self._connections.pop(lane, None)
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    async def _open(self, kind: type[Connection]) -> Connection:
+        try:
+            address = await self._locate()
+            return await kind.connect(address, self._connect_timeout_s, self._reply_timeout_s)
+        except (OSError, TimeoutError, hiredis.ReplyError) as exc:
+            raise translate(exc) from exc
+
+    def _failed(self, lane: Lane, exc: Exception) -> EngineUnavailable:
+        error = translate(exc)
+        if isinstance(exc, OSError) or "READONLY" in str(exc):
+            # A replica stays one: ask again where the master is.
+            self.drop(lane)
+        return error
+
+
+def translate(exc: Exception) -> EngineUnavailable:
+    """What the caller should know and do."""
+    text = str(exc)
+    if isinstance(exc, hiredis.ReplyError):
+        for word, advice in _NOT_NOW.items():
+            if word in text:
+                return EngineUnavailable(f"{advice} (Redis says: {text})")
+        return ScriptError(f"Redis refused a command: {text}")
+    if isinstance(exc, TimeoutError):
+        return EngineUnavailable("Redis did not accept a connection in time; is it running and reachable?")
+    return EngineUnavailable(f"Redis cannot be reached: {text or type(exc).__name__}; is it running at HOLDFAST_URL?")
+
+
+def parse_url(url: str) -> Address:
+    """`redis://user:password@host:port/db`, or `rediss://…?ssl_ca_certs=…` for TLS."""
+    parts = urlsplit(url)
+    query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    try:
+        port = parts.port or 6379
+        db = int(query.pop("db", parts.path.strip("/") or "0"))
+    except ValueError as exc:
+        raise InvalidOption(f"HOLDFAST_URL: port and database must be numbers in {parts.scheme}://…") from exc
+    tls = _tls(query) if parts.scheme == "rediss" else None
+    if query:
+        raise InvalidOption(f"HOLDFAST_URL: unknown parameters {', '.join(sorted(query))}")
+    return Address(
+        host=parts.hostname or "127.0.0.1",
+        port=port,
+        db=db,
+        username=unquote(parts.username) if parts.username else None,
+        password=unquote(parts.password) if parts.password else None,
+        tls=tls,
+    )
+
+
+def _tls(query: dict[str, str]) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=query.pop("ssl_ca_certs", None))
+    certificate = query.pop("ssl_certfile", None)
+    if certificate:
+        context.load_cert_chain(certificate, query.pop("ssl_keyfile", None))
+    if query.pop("ssl_cert_reqs", "required") == "none":
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _state_tables() -> str:
+    """The transition table as Lua, so that scripts never type it again."""
+    moves = (
+        f"{state} = {{ {', '.join(f'{target} = true' for target in sorted(targets))} }}"
+        for state, targets in MOVES.items()
+        if state is not None
+    )
+    return f"local MOVES = {{ {', '.join(moves)} }}"

@@ -1,0 +1,142 @@
+"""Can this Redis be trusted with jobs? What `holdfast doctor` asks, and what workers warn of at start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from holdfast.engine.port import Finding
+from holdfast.engine.redis import wire
+from holdfast.engine.redis.client import Lane, ScriptError
+from holdfast.engine.redis.keys import PARKING
+from holdfast.engine.redis.store import Store
+
+_OLDEST_TESTED: Final = (6, 0)
+_MAX_SKEW_MS: Final = 1_000
+_FULL: Final = 0.9
+
+
+class Diagnosis:
+    """Asks the server about itself."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def findings(self, queues: Sequence[str]) -> list[Finding]:
+        info = await self._info()
+        findings = [
+            _version(info),
+            await self._persistence(info),
+            await self._eviction(),
+            _memory(info),
+            _role(info),
+            await self._clock(),
+        ]
+        return findings + [await self._consumers(queue) for queue in queues]
+
+    async def _info(self) -> dict[str, str]:
+        text: bytes = await self._store.client.call(Lane.OTHER, b"INFO")
+        pairs = (line.partition(":") for line in text.decode().splitlines() if ":" in line)
+        return {name: value for name, _, value in pairs}
+
+    async def _config(self, name: str) -> str | None:
+        try:
+            reply = await self._store.client.call(Lane.OTHER, b"CONFIG", b"GET", name)
+        except ScriptError:
+            return None  # managed servers hide CONFIG
+        return reply[1].decode() if reply else None
+
+    async def _persistence(self, info: dict[str, str]) -> Finding:
+        if info.get("aof_enabled") != "1":
+            return Finding(
+                "persistence",
+                False,
+                "append-only file is off: a restart of Redis forgets accepted jobs",
+                "CONFIG SET appendonly yes, and set it in redis.conf",
+            )
+        fsync = await self._config("appendfsync")
+        if fsync == "no":
+            return Finding(
+                "persistence",
+                False,
+                "appendfsync is no: a crash can lose half a minute of jobs",
+                "CONFIG SET appendfsync everysec (or always)",
+            )
+        note = "a crash can lose the last second or two" if fsync == "everysec" else "every reply is on disk"
+        return Finding("persistence", True, f"append-only file, fsync {fsync or 'unknown'}: {note}")
+
+    async def _eviction(self) -> Finding:
+        policy = await self._config("maxmemory-policy")
+        if policy in (None, "noeviction"):
+            return Finding("eviction", True, f"maxmemory-policy {policy or 'unknown (CONFIG is hidden)'}")
+        return Finding(
+            "eviction",
+            False,
+            f"maxmemory-policy {policy}: Redis may drop jobs when memory is short",
+            "CONFIG SET maxmemory-policy noeviction",
+        )
+
+    async def _clock(self) -> Finding:
+        before = time.time_ns() // 1_000_000
+        server = await self._store.now_ms()
+        after = time.time_ns() // 1_000_000
+        skew = max(before - server, server - after, 0)
+        return Finding(
+            "clock",
+            skew <= _MAX_SKEW_MS,
+            f"this machine and Redis differ by {skew} ms",
+            "" if skew <= _MAX_SKEW_MS else "leases go by Redis's clock, so jobs are safe; mend NTP for readable times",
+            warning=True,
+        )
+
+    async def _consumers(self, queue: str) -> Finding:
+        dead = 0
+        enough = 10 * self._store.options.visibility_timeout_ms
+        for stream in self._store.keys(queue).streams:
+            try:
+                rows = await self._store.client.call(
+                    Lane.OTHER, b"XINFO", b"CONSUMERS", stream, self._store.names.group
+                )
+            except ScriptError:
+                continue
+            consumers = [wire.as_dict(row) for row in rows]
+            dead += sum(
+                1 for consumer in consumers if int(consumer[b"idle"]) > enough and consumer[b"name"] != PARKING.encode()
+            )
+        if not dead:
+            return Finding(f"consumers of {queue}", True, "no dead consumers")
+        return Finding(
+            f"consumers of {queue}",
+            False,
+            f"{dead} consumers gave no sign of life for {enough // 1000} s",
+            "run a worker or `holdfast upkeep`: it takes over their jobs and removes them",
+            warning=True,
+        )
+
+
+def _version(info: dict[str, str]) -> Finding:
+    version = info.get("redis_version", "0")
+    known = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if known < _OLDEST_TESTED:
+        return Finding("version", False, f"Redis {version} is older than any that was tested", "use Redis 6.2 or later")
+    return Finding("version", True, f"Redis {version}")
+
+
+def _memory(info: dict[str, str]) -> Finding:
+    limit, used = int(info.get("maxmemory", "0")), int(info.get("used_memory", "0"))
+    if not limit:
+        return Finding("memory", True, f"{used / 2**20:,.0f} MiB used, no limit set")
+    share = used / limit
+    return Finding(
+        "memory",
+        share < _FULL,
+        f"{used / 2**20:,.0f} of {limit / 2**20:,.0f} MiB used ({share:.0%})",
+        "" if share < _FULL else "drain queues or raise maxmemory: when it is full, new jobs are refused",
+    )
+
+
+def _role(info: dict[str, str]) -> Finding:
+    role = info.get("role", "unknown")
+    advice = "" if role == "master" else "connect to the master: replicas refuse writes"
+    return Finding("role", role == "master", f"this server is a {role}", advice)

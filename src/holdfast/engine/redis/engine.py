@@ -1,0 +1,244 @@
+"""The engine on Redis: the verbs, each in a module of its own, behind one door.
+
+Correctness lives in `lua/`, one script per verb; the modules beside this one build a script's arguments
+and read its reply.
+
+    intake     submit
+    leases     claim · adopt · resume · renew · reclaim · leave
+    settling   settle
+    operators  move · set_control
+    readers    get · find · stats · listen · feed · prune
+    answers    wait_final
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Final
+
+from holdfast.core.job import Claim, Envelope, Failure, JobView, Lease, Receipt
+from holdfast.core.states import State
+from holdfast.core.verdict import POISON_PILL, Answer, DeadLetter, Settlement
+from holdfast.engine.port import (
+    Control,
+    Engine,
+    EngineOptions,
+    FeedEntry,
+    Finding,
+    Notice,
+    Promotion,
+    QueueStats,
+)
+from holdfast.engine.redis.answers import Answers
+from holdfast.engine.redis.client import Client, Lane, parse_url
+from holdfast.engine.redis.connection import Address
+from holdfast.engine.redis.diagnosis import Diagnosis
+from holdfast.engine.redis.intake import Intake
+from holdfast.engine.redis.keys import Names
+from holdfast.engine.redis.leases import Leases
+from holdfast.engine.redis.operators import Operators
+from holdfast.engine.redis.readers import Readers
+from holdfast.engine.redis.settling import Settling
+from holdfast.engine.redis.store import Store
+from holdfast.errors import InvalidOption
+from holdfast.observe.counts import Counts
+from holdfast.settings import Settings
+
+_CONNECT_TIMEOUT_S: Final = 5.0
+_REPLY_TIMEOUT_S: Final = 10.0
+
+
+class RedisEngine(Engine):
+    """Decides, on one Redis (6.0 or later)."""
+
+    def __init__(
+        self,
+        url: str,
+        names: Names | None = None,
+        options: EngineOptions | None = None,
+        *,
+        connect_timeout_s: float = _CONNECT_TIMEOUT_S,
+        reply_timeout_s: float = _REPLY_TIMEOUT_S,
+        counts: Counts | None = None,
+    ) -> None:
+        self._url = url
+        self.options = options or EngineOptions()
+        self.counts = counts or Counts()
+        self._names = names or Names()
+        self._timeouts = (connect_timeout_s, reply_timeout_s)
+        client = Client(_locator(parse_url(url)), connect_timeout_s, reply_timeout_s)
+        self._store = Store(client, self._names, self.options, self.counts)
+        self._intake = Intake(self._store)
+        self._leases = Leases(self._store)
+        self._settling = Settling(self._store)
+        self._operators = Operators(self._store)
+        self._readers = Readers(self._store)
+        self._answers = Answers(self._store, self._get_one)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> RedisEngine:
+        """An engine as the settings describe it."""
+        scheme = settings.url.partition("://")[0]
+        if scheme not in ("redis", "rediss"):
+            raise InvalidOption(f"{scheme}:// is not supported yet; use redis:// or rediss://")
+        names = Names(
+            namespace=settings.namespace,
+            stream_task=settings.stream_task,
+            stream_result=settings.stream_result,
+            stream_dlq=settings.stream_dlq,
+            group=settings.group,
+            queue_retry=settings.queue_retry,
+            queue_suspended=settings.queue_suspended,
+        )
+        return cls(
+            settings.url,
+            names,
+            settings.engine_options(),
+            connect_timeout_s=settings.connect_timeout_s,
+            reply_timeout_s=settings.reply_timeout_s,
+        )
+
+    # Life ------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        await self._store.prepare()
+
+    async def close(self) -> None:
+        self._answers.close()
+        self._store.client.close()
+
+    def sibling(self) -> RedisEngine:
+        connect_timeout_s, reply_timeout_s = self._timeouts
+        return RedisEngine(
+            self._url,
+            self._names,
+            self.options,
+            connect_timeout_s=connect_timeout_s,
+            reply_timeout_s=reply_timeout_s,
+            counts=self.counts,
+        )
+
+    # A job's life ----------------------------------------------------------------------------------
+
+    async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        return await self._intake.submit(envelopes)
+
+    async def claim(self, worker: str, queues: Sequence[str], limit: int, wait_ms: int) -> list[Claim]:
+        return await self._leases.claim(worker, queues, limit, wait_ms)
+
+    async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
+        return await self._leases.resume(worker, queues, held)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
+        return await self._settling.settle(settlements)
+
+    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        return await self._leases.renew(leases)
+
+    async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
+        count, next_due_at_ms, now_ms = 0, 0, 0
+        for queue in queues:
+            keys = self._store.keys(queue)
+            now, due, *members = await self._store.run(Lane.OTHER, "due", queue, [keys.delayed, keys.retry], [limit])
+            now_ms = int(now)
+            if due and (not next_due_at_ms or int(due) < next_due_at_ms):
+                next_due_at_ms = int(due)
+            jobs = [(job_id, name) for ids, name in zip(members, ("delayed", "retry"), strict=True) for job_id in ids]
+            if jobs:
+                names = [*keys.streams, keys.delayed, keys.retry, *(keys.job(job_id.decode()) for job_id, _ in jobs)]
+                arguments = [len(jobs), *(part for job in jobs for part in job)]
+                count += await self._store.run(Lane.OTHER, "promote", queue, names, arguments)
+        self.counts.promoted += count
+        return Promotion(count, next_due_at_ms, now_ms)
+
+    async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
+        claims: list[Claim] = []
+        for queue in queues:
+            room = limit - len(claims)
+            if room > 0 and self._store.parking(queue):
+                claims += await self._leases.retake(worker, queue, room)
+                room = limit - len(claims)
+            if room > 0:
+                claims += await self._without_poison(await self._leases.reclaim(worker, queue, room))
+        return claims
+
+    async def leave(self, worker: str, queues: Sequence[str]) -> None:
+        await self._leases.leave(worker, queues)
+
+    # Operators -------------------------------------------------------------------------------------
+
+    async def move(
+        self, queue: str, job_id: str, to: State, *, actor: str, reason: str, expected: State | None = None
+    ) -> State:
+        return await self._operators.move(queue, job_id, to, actor=actor, reason=reason, expected=expected)
+
+    async def control(self, queue: str) -> Control:
+        return await self._readers.control(queue)
+
+    async def set_control(self, queue: str, control: Control) -> None:
+        await self._operators.set_control(queue, control)
+
+    # Readers ---------------------------------------------------------------------------------------
+
+    async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobView | None]:
+        return await self._readers.get(queue, job_ids)
+
+    async def find(self, queue: str, states: Collection[State], limit: int) -> list[JobView]:
+        return await self._readers.find(queue, states, limit)
+
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobView | None:
+        return await self._answers.wait_final(queue, job_id, wait_ms)
+
+    async def stats(self, queue: str) -> QueueStats:
+        return await self._readers.stats(queue)
+
+    async def queues(self) -> list[str]:
+        return await self._readers.queues()
+
+    async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
+        return await self._readers.listen(queues, wait_ms)
+
+    async def now_ms(self) -> int:
+        return await self._store.now_ms()
+
+    async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
+        return await Diagnosis(self._store).findings(queues)
+
+    # The ledger's end ------------------------------------------------------------------------------
+
+    async def register_reader(self, queue: str) -> None:
+        await self._readers.register_reader(queue)
+
+    async def feed(self, queue: str, after: str, limit: int) -> list[FeedEntry]:
+        return await self._readers.feed(queue, after, limit)
+
+    async def forget(self, queue: str, position: str) -> None:
+        await self._readers.forget(queue, position)
+
+    async def prune(self, queues: Sequence[str]) -> int:
+        return await self._readers.prune(queues)
+
+    async def _get_one(self, queue: str, job_id: str) -> JobView | None:
+        return (await self._readers.get(queue, [job_id]))[0]
+
+    async def _without_poison(self, claims: list[Claim]) -> list[Claim]:
+        """Dead-letters jobs that have killed too many workers (requirement Q7)."""
+        healthy, poison = [], []
+        for claim in claims:
+            lost = claim.meta.lost_leases + claim.lease.deliveries - 1
+            if lost < self.options.max_deliveries:
+                healthy.append(claim)
+                continue
+            failure = Failure(POISON_PILL, f"{lost} workers lost their lease on this job; it may be what kills them")
+            poison.append(Settlement(claim, DeadLetter(failure), claim.claimed_at_ms))
+        if poison:
+            await self._settling.settle(poison)
+            self.counts.poisoned += len(poison)
+        return healthy
+
+
+def _locator(address: Address) -> Callable[[], Awaitable[Address]]:
+    async def locate() -> Address:
+        return address
+
+    return locate

@@ -1,0 +1,228 @@
+"""Feed entries back into events. Each entry is one atomic step; its `kind` says how its moves are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.job import DEFAULT_TENANT, Event
+from holdfast.core.states import DUPLICATE_EVENT, State, event_for
+from holdfast.engine.port import FeedEntry
+from holdfast.engine.redis.wire import as_dict, meta_from
+
+_NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.DLQ_RECORDED}
+
+
+def parse_feed_entry(entry: list[Any]) -> FeedEntry:
+    """One stream entry as events, in the order in which they happened."""
+    fields = as_dict(entry[1])
+    at_ms, worker = int(fields[b"at"]), fields[b"worker"].decode()
+    moves = _unpack(fields[b"moves"])
+    read = _READERS[fields[b"kind"].decode()]
+    return FeedEntry(entry[0].decode(), fields[b"nonce"].decode(), list(read(moves, at_ms, worker)))
+
+
+def _created(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for job_id, state, task, payload, tenant, key, trace, meta, due in _strides(moves, 9):
+        run_at_ms = int(due) if due.isdigit() else 0
+        yield _creation(job_id, State(state), at_ms, task, payload, tenant, key, trace, meta, run_at_ms)
+
+
+def _creation(
+    job_id: str,
+    state: State,
+    at_ms: int,
+    task: str,
+    payload: str,
+    tenant: str,
+    key: str,
+    trace: str,
+    meta_text: str,
+    run_at_ms: int = 0,
+) -> Event:
+    meta = meta_from(meta_text)
+    return Event(
+        type=event_for(None, state),
+        job_id=job_id,
+        at_ms=at_ms,
+        to_state=state,
+        data={
+            "task": task,
+            "payload": payload,
+            "tenant_id": tenant or DEFAULT_TENANT,
+            "idempotency_key": key,
+            "trace_id": trace,
+            "priority": int(meta.priority),
+            "context": meta.context,
+            "run_at_ms": run_at_ms,
+        },
+    )
+
+
+def _claimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for job_id, head in _strides(moves, 2):
+        state, attempts, retries = _head(head)
+        yield _claim(job_id, state, at_ms, worker, attempts + 1, retries)
+
+
+def _claim(job_id: str, from_state: State, at_ms: int, worker: str, attempt: int, retries: int) -> Event:
+    return Event(
+        type=event_for(from_state, State.RUNNING),
+        job_id=job_id,
+        at_ms=at_ms,
+        from_state=from_state,
+        to_state=State.RUNNING,
+        attempt=attempt,
+        retry_count=retries,
+        worker=worker,
+    )
+
+
+def _retaken(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for job_id, head, deliveries, retries in moves:
+        _, attempts, _ = _head(head)
+        yield _claim(job_id, State.RETRYING, at_ms, worker, attempts + deliveries, int(retries))
+
+
+def _reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for job_id, head, deliveries, owner, message_id in moves:
+        _, attempts, retries = _head(head)
+        yield Event(
+            type=event_for(State.RUNNING, State.RUNNING),
+            job_id=job_id,
+            at_ms=at_ms,
+            from_state=State.RUNNING,
+            to_state=State.RUNNING,
+            attempt=attempts + deliveries,
+            retry_count=retries,
+            worker=worker,
+            message=f"lease of {owner} was lost",
+            data={"old_worker": owner, "new_worker": worker, "message_id": message_id},
+        )
+
+
+def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for kind, job_id, *rest in moves:
+        match kind:
+            case "created":
+                yield _creation(job_id, State.QUEUED, at_ms, *rest)
+            case "claimed":
+                yield _claim(job_id, State.QUEUED, at_ms, worker, rest[0], 0)
+            case "reclaimed":
+                yield from _reclaimed([[job_id, "", *rest]], at_ms, worker)
+            case "duplicate":
+                yield Event(
+                    type=DUPLICATE_EVENT,
+                    job_id=job_id,
+                    at_ms=at_ms,
+                    worker=worker,
+                    message="another message for a known job was dropped",
+                    data={"message_id": rest[0]},
+                )
+            case _:
+                to_state = State(kind)
+                from_state = _NEXT_FROM.get(to_state, State.QUEUED)
+                data = msgspec.json.decode(rest[0]) if rest else None
+                yield _step(job_id, from_state, to_state, at_ms, worker, data)
+
+
+def _settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for job_id, target, attempt, retries, data, due in _strides(moves, 6):
+        to_state = State(target)
+        from_state = _NEXT_FROM.get(to_state, State.RUNNING)
+        details: dict[str, Any] | None = None
+        if data:
+            details = {"result": data} if to_state is State.SUCCEEDED else msgspec.json.decode(data)
+        if due:
+            details = {**(details or {}), "next_attempt_at_ms": int(due)}
+        yield _step(job_id, from_state, to_state, at_ms, worker, details, int(attempt), int(retries))
+
+
+def _moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for job_id, from_state, target, attempt, retries, data in _strides(moves, 6):
+        details = msgspec.json.decode(data) if data else None
+        yield _step(job_id, State(from_state), State(target), at_ms, worker, details, int(attempt), int(retries))
+
+
+def _step(
+    job_id: str,
+    from_state: State,
+    to_state: State,
+    at_ms: int,
+    worker: str,
+    data: dict[str, Any] | None,
+    attempt: int = 0,
+    retry_count: int = 0,
+) -> Event:
+    message = (data or {}).get("message") or (data or {}).get("reason") or ""
+    return Event(
+        type=event_for(from_state, to_state),
+        job_id=job_id,
+        at_ms=at_ms,
+        from_state=from_state,
+        to_state=to_state,
+        attempt=attempt,
+        retry_count=retry_count,
+        worker=worker,
+        message=message,
+        data=data,
+    )
+
+
+_READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
+    "created": _created,
+    "claimed": _claimed,
+    "adopted": _adopted,
+    "settled": _settled,
+    "reclaimed": _reclaimed,
+    "retaken": _retaken,
+    "moved": _moved,
+}
+
+
+def _head(head: str) -> tuple[State, int, int]:
+    """State, attempts and retries of a message's header; foreign messages have none, forged ones a bad one."""
+    if not head:
+        return State.QUEUED, 0, 0
+    try:
+        _, state, attempts, retries, _ = head.split()
+        return State(state), int(attempts), int(retries)
+    except ValueError:
+        return State.QUEUED, 0, 0
+
+
+def _strides(values: list[Any], width: int) -> Iterator[tuple[Any, ...]]:
+    return zip(*(iter(values),) * width, strict=True)
+
+
+def _unpack(packed: bytes) -> list[Any]:
+    try:
+        moves: list[Any] = msgspec.msgpack.decode(packed)
+    except (UnicodeDecodeError, msgspec.DecodeError):
+        # Somebody forged our marker with bytes that are no text. The feed must go on all the same.
+        moves, _ = _unpack_leniently(packed, 0)
+    return moves
+
+
+def _unpack_leniently(packed: bytes, at: int) -> tuple[Any, int]:
+    """The little of msgpack that scripts write: arrays, text and counts."""
+    code = packed[at]
+    if code <= 0x7F:
+        return code, at + 1
+    if 0xA0 <= code <= 0xBF or 0xD9 <= code <= 0xDB:
+        width = 0 if code <= 0xBF else 1 << (code - 0xD9)
+        start = at + 1 + width
+        size = int.from_bytes(packed[at + 1 : start]) if width else code & 0x1F
+        return packed[start : start + size].decode("utf-8", "replace"), start + size
+    if 0x90 <= code <= 0x9F or code in (0xDC, 0xDD):
+        width = {0xDC: 2, 0xDD: 4}.get(code, 0)
+        size = int.from_bytes(packed[at + 1 : at + 1 + width]) if width else code & 0x0F
+        at, items = at + 1 + width, []
+        for _ in range(size):
+            item, at = _unpack_leniently(packed, at)
+            items.append(item)
+        return items, at
+    width = 1 << (code - 0xCC)
+    return int.from_bytes(packed[at + 1 : at + 1 + width]), at + 1 + width

@@ -1,0 +1,88 @@
+"""submit: the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.core.job import Envelope, Receipt
+from holdfast.engine.port import MAX_BATCH
+from holdfast.engine.redis import wire
+from holdfast.engine.redis.client import Lane
+from holdfast.engine.redis.store import Store
+from holdfast.errors import IntakeRefused
+
+
+class Intake:
+    """Accepts envelopes, one script call per queue and batch."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        first = envelopes[0].queue if envelopes else ""
+        if len(envelopes) <= MAX_BATCH and all(envelope.queue == first for envelope in envelopes):
+            return await self._submit(first, envelopes) if envelopes else []
+        receipts: dict[int, Receipt] = {}
+        by_queue: dict[str, list[int]] = {}
+        for index, envelope in enumerate(envelopes):
+            by_queue.setdefault(envelope.queue, []).append(index)
+        for queue, indexes in by_queue.items():
+            for start in range(0, len(indexes), MAX_BATCH):
+                part = indexes[start : start + MAX_BATCH]
+                answers = await self._submit(queue, [envelopes[index] for index in part])
+                receipts.update(zip(part, answers, strict=True))
+        return [receipts[index] for index in range(len(envelopes))]
+
+    async def _submit(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        store = self._store
+        await store.introduce(queue)
+        keys = store.keys(queue)
+        options = store.options
+        names = [*keys.streams, keys.feed, keys.delayed, keys.held, keys.control, keys.notices]
+        names += [keys.job(envelope.job_id) for envelope in envelopes]
+        arguments: list[Any] = [store.nonce(), options.feed_limit, options.feed_max_bytes, len(envelopes)]
+        key_indexes: dict[bytes, int] = {}
+        for envelope in envelopes:
+            key_index = 0
+            if envelope.idempotency_key:
+                name = keys.idempotency(envelope.tenant_id, envelope.idempotency_key)
+                key_index = key_indexes.setdefault(name, len(envelopes) + len(key_indexes) + 1)
+            due = _due(envelope)
+            arguments += (
+                int(envelope.meta.priority),
+                due,
+                wire.envelope_body(envelope) if due else b"",
+                key_index,
+                envelope.job_id,
+                envelope.task,
+                envelope.payload,
+                envelope.tenant_id,
+                envelope.idempotency_key or envelope.job_id,
+                envelope.trace_id,
+                wire.meta_text(envelope.meta),
+            )
+        reply = await store.run(Lane.SUBMIT, "submit", queue, [*names, *key_indexes], arguments)
+        return self._receipts(queue, envelopes, reply)
+
+    def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt]:
+        counts = self._store.counts
+        if reply[0] == b"refused":
+            counts.intake_refused += len(envelopes)
+            raise IntakeRefused(queue, reply[1].decode())
+        receipts = [Receipt(envelope.job_id) for envelope in envelopes]
+        counts.submitted += len(envelopes)
+        for position, answer in zip(reply[2::2], reply[3::2], strict=True):
+            counts.submitted -= 1
+            if answer != b"known":
+                counts.duplicates += 1
+                receipts[position - 1] = Receipt(answer.decode(), duplicate=True)
+        return receipts
+
+
+def _due(envelope: Envelope) -> str:
+    if envelope.hold:
+        return "hold"
+    if envelope.delay_ms:
+        return f"in {envelope.delay_ms}"
+    return f"at {envelope.run_at_ms}" if envelope.run_at_ms else ""

@@ -1,0 +1,104 @@
+-- Put before every script, after the generated table MOVES of legal moves.
+-- Scripts isolate but do not roll back: each reads and checks first, then writes what cannot fail.
+--
+-- A job's record is `<place> <state> <token>\n<body>`. The place is `<stream index>:<message id>` while the
+-- message is in a stream and `-` otherwise; the token names the last settled attempt; the body, a packed
+-- array, is there only when no message carries the job (or when the message is out of date: retries that
+-- wait in the pending list).
+
+-- Positions in a body.
+local TASK, PAYLOAD, TENANT, KEY, TRACE, META, ATTEMPTS, RETRIES, CREATED, LINE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+
+local CHUNK = 1000 -- unpack fails beyond 7,999 values
+
+local function number(value)
+  return string.format('%.0f', value)
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+local function place_of(record)
+  return string.match(record, '^(%S+)')
+end
+
+local function header_of(record)
+  return string.match(record, '^(%S+) (%S+) (%S*)\n?(.*)$')
+end
+
+local function split_place(place)
+  local line, id = string.match(place, '^(%d+):(.+)$')
+  return tonumber(line), id
+end
+
+-- Calls a command on many values, a thousand at a time.
+local function in_chunks(values, call)
+  for first = 1, #values, CHUNK do
+    call(unpack(values, first, math.min(first + CHUNK - 1, #values)))
+  end
+end
+
+-- One message in a line, its header fresh. Returns the place.
+local function put_in_line(streams, body, state, job_id)
+  local line = tonumber(body[LINE])
+  local id = redis.call('XADD', streams[line + 1], '*',
+    'holdfast', '1 ' .. state .. ' ' .. body[ATTEMPTS] .. ' ' .. body[RETRIES] .. ' ' .. body[CREATED],
+    'task_id', job_id, 'type', body[TASK], 'payload', body[PAYLOAD], 'tenant_id', body[TENANT],
+    'idempotency_key', body[KEY], 'trace_id', body[TRACE], 'meta', body[META])
+  return line .. ':' .. id
+end
+
+-- One feed entry for one atomic step. Bounded while nobody has ever registered as its reader.
+local function feed(key, limit, reader, nonce, kind, at, worker, moves)
+  if #moves == 0 then return '' end
+  local packed = cmsgpack.pack(moves)
+  if reader then
+    return redis.call('XADD', key, '*', 'kind', kind, 'at', at, 'worker', worker, 'nonce', nonce, 'moves', packed)
+  end
+  return redis.call('XADD', key, 'MAXLEN', '~', limit, '*',
+    'kind', kind, 'at', at, 'worker', worker, 'nonce', nonce, 'moves', packed)
+end
+
+-- Tells those who sleep until the next job is due, if this one is due earlier than all others.
+local function tell_if_first(set, notices, due)
+  local first = redis.call('ZRANGE', set, 0, 0, 'WITHSCORES')
+  if first[2] and tonumber(first[2]) >= tonumber(due) then
+    redis.call('XADD', notices, 'MAXLEN', '~', 1000, '*', 'due', due)
+  end
+end
+
+-- Which of these entries does the worker hold, and delivered how often? One range question while its
+-- pending list is short in that span; single questions for what the range did not reach.
+local function deliveries_held(stream, group, worker, ids, low, high)
+  local held = {}
+  local count = 4 * #ids + 16
+  local rows = redis.call('XPENDING', stream, group, low, high, count, worker)
+  for _, row in ipairs(rows) do held[row[1]] = row[4] end
+  if #rows == count then
+    for _, id in ipairs(ids) do
+      if not held[id] then
+        local row = redis.call('XPENDING', stream, group, id, id, 1, worker)[1]
+        if row then held[id] = row[4] end
+      end
+    end
+  end
+  return held
+end
+
+-- Wakes callers that wait for these jobs to end; each listens on a channel named after the job.
+local function tell_waiters(waiters, job_ids)
+  if #job_ids == 0 or redis.call('EXISTS', waiters) == 0 then return end
+  for first = 1, #job_ids, CHUNK do
+    local last = math.min(first + CHUNK - 1, #job_ids)
+    local wanted = redis.call('HMGET', waiters, unpack(job_ids, first, last))
+    for offset, waits in ipairs(wanted) do
+      if waits then
+        local job_id = job_ids[first + offset - 1]
+        redis.call('PUBLISH', waiters .. ':' .. job_id, job_id)
+        redis.call('HDEL', waiters, job_id)
+      end
+    end
+  end
+end

@@ -1,0 +1,249 @@
+"""get, find, stats, listen, feed: those who only look, and `prune`, which sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.job import JobView
+from holdfast.core.states import FINAL, State
+from holdfast.engine.port import (
+    Cancelled,
+    Control,
+    Controlled,
+    Due,
+    FeedEntry,
+    Notice,
+    QueueStats,
+)
+from holdfast.engine.redis import wire
+from holdfast.engine.redis.client import Lane
+from holdfast.engine.redis.feed import parse_feed_entry
+from holdfast.engine.redis.keys import PARKING
+from holdfast.engine.redis.leases import with_record
+from holdfast.engine.redis.store import Store
+
+#: An idle consumer is dead after so many visibility timeouts without a sign of life.
+_DEAD_AFTER_TIMEOUTS: Final = 2
+_TRIM_BATCH: Final = 1_000
+
+
+class Readers:
+    """The reading side of one Redis."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._heard: dict[str, bytes] = {}
+
+    async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobView | None]:
+        if not job_ids:
+            return []
+        keys = self._store.keys(queue)
+        names = [*keys.streams, keys.waiting, keys.retry, keys.delayed, *(keys.job(job_id) for job_id in job_ids)]
+        replies = await self._store.run(Lane.OTHER, "get", queue, names, [self._store.names.group, *job_ids])
+        return [
+            view_of_reply(queue, job_id, reply) if reply else None
+            for job_id, reply in zip(job_ids, replies, strict=True)
+        ]
+
+    async def find(self, queue: str, states: Collection[State], limit: int) -> list[JobView]:
+        candidates: dict[str, None] = {}
+        for state in states:
+            candidates.update(dict.fromkeys(await self._candidates(queue, state, limit)))
+        views = [view for view in await self.get(queue, list(candidates)) if view and view.state in states]
+        views.sort(key=lambda view: (view.created_at_ms, view.job_id), reverse=True)
+        return views[:limit]
+
+    async def _candidates(self, queue: str, state: State, limit: int) -> list[str]:
+        keys, call = self._store.keys(queue), self._store.client.call
+        sets = {
+            State.RETRYING: (keys.retry, keys.waiting),
+            State.QUEUED: (keys.delayed,),
+            State.SUSPENDED: (keys.suspended,),
+            State.WAITING_APPROVAL: (keys.held,),
+            State.DLQ_PENDING: (keys.dead,),
+            State.DLQ_RECORDED: (keys.dead,),
+        }
+        found: list[bytes] = []
+        for name in sets.get(state, ()):
+            found += await call(Lane.OTHER, b"ZREVRANGE", name, 0, limit - 1)
+        streams: tuple[bytes, ...] = ()
+        if state in FINAL:
+            streams = (keys.result,)
+        elif state in (State.QUEUED, State.RUNNING, State.RETRYING):
+            streams = keys.streams
+        for stream in streams:
+            # Twice the limit: the newest entries of a line may all be in another state.
+            for entry in await call(Lane.OTHER, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 2 * limit):
+                found.append(wire.as_dict(entry[1]).get(b"task_id", b""))
+        return [wire.printable(job_id) for job_id in found if job_id]
+
+    async def stats(self, queue: str) -> QueueStats:
+        keys = self._store.keys(queue)
+        names = [
+            *keys.streams,
+            keys.feed,
+            keys.retry,
+            keys.waiting,
+            keys.suspended,
+            keys.held,
+            keys.dead,
+            keys.delayed,
+            keys.control,
+            keys.dlq,
+        ]
+        reply = await self._store.run(Lane.OTHER, "stats", queue, names, [self._store.names.group, PARKING])
+        in_line, pending, parked, retry, suspended, held, dead, delayed, feed_entries, letters, workers, control = reply
+        return QueueStats(
+            queue=queue,
+            states={
+                State.QUEUED: in_line - pending + delayed,
+                State.RUNNING: pending - parked,
+                State.RETRYING: retry + parked,
+                State.SUSPENDED: suspended,
+                State.WAITING_APPROVAL: held,
+                State.DLQ_PENDING: dead,
+            },
+            delayed=delayed,
+            control=parse_control(control),
+            workers=workers,
+            feed_entries=feed_entries,
+            dead_letters=letters,
+        )
+
+    async def control(self, queue: str) -> Control:
+        return parse_control(await self._store.client.call(Lane.OTHER, b"HGETALL", self._store.keys(queue).control))
+
+    async def queues(self) -> list[str]:
+        names = await self._store.client.call(Lane.OTHER, b"SMEMBERS", self._store.names.queues)
+        return sorted(name.decode() for name in names)
+
+    # listen ----------------------------------------------------------------------------------------
+
+    async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
+        client = self._store.client
+        by_stream = {self._store.keys(queue).notices: queue for queue in queues}
+        for stream, queue in by_stream.items():
+            if queue not in self._heard:
+                newest = await client.call(Lane.LISTEN, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 1)
+                self._heard[queue] = newest[0][0] if newest else b"0-0"
+        positions = [self._heard[queue] for queue in by_stream.values()]
+        # BLOCK 0 would block for ever.
+        command = (b"XREAD", b"BLOCK", max(1, wait_ms), b"STREAMS", *by_stream, *positions)
+        try:
+            reply = await client.call(Lane.LISTEN, *command, blocks_s=wait_ms / 1000)
+        except BaseException:
+            client.drop(Lane.LISTEN)
+            raise
+        notices: list[Notice] = []
+        for stream, entries in reply or ():
+            queue = by_stream[stream]
+            self._heard[queue] = entries[-1][0]
+            notices += [_notice(queue, wire.as_dict(entry[1])) for entry in entries]
+        return notices
+
+    # The feed --------------------------------------------------------------------------------------
+
+    async def feed(self, queue: str, after: str, limit: int) -> list[FeedEntry]:
+        start = "-"
+        if after:
+            # Not "(": that needs Redis 6.2.
+            instant, _, sequence = after.partition("-")
+            start = f"{instant}-{int(sequence or 0) + 1}"
+        command = (b"XRANGE", self._store.keys(queue).feed, start, b"+", b"COUNT", limit)
+        return [parse_feed_entry(entry) for entry in await self._store.client.call(Lane.OTHER, *command)]
+
+    async def register_reader(self, queue: str) -> None:
+        keys = self._store.keys(queue)
+        await self._store.introduce(queue)
+        await self._store.run(Lane.OTHER, "control", queue, [keys.control, keys.notices, keys.wake], ["reader", "1"])
+
+    async def forget(self, queue: str, position: str) -> None:
+        await self._trim(self._store.keys(queue).feed, position)
+
+    # prune -----------------------------------------------------------------------------------------
+
+    async def prune(self, queues: Sequence[str]) -> int:
+        store = self._store
+        count = 0
+        cutoff = await store.now_ms() - store.options.result_ttl_ms
+        enough = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
+        for queue in queues:
+            keys = store.keys(queue)
+            count += await self._trim(keys.result, f"{max(0, cutoff)}-0")
+            count += await store.run(Lane.OTHER, "leave", queue, keys.streams, [store.names.group, "", enough, PARKING])
+        return count
+
+    async def _trim(self, stream: bytes, position: str) -> int:
+        """Drop what lies before a position."""
+        call = self._store.client.call
+        if self._store.has_autoclaim:
+            return int(await call(Lane.OTHER, b"XTRIM", stream, b"MINID", position))
+        count = 0
+        while True:
+            entries = await call(Lane.OTHER, b"XRANGE", stream, b"-", position, b"COUNT", _TRIM_BATCH)
+            old = [entry[0] for entry in entries if entry[0] != position.encode()]
+            if not old:
+                return count
+            count += await call(Lane.OTHER, b"XDEL", stream, *old)
+
+
+def parse_control(fields: Sequence[bytes]) -> Control:
+    """A queue's controls as Redis keeps them."""
+    values = wire.as_dict(fields)
+    concurrency = values.get(b"concurrency")
+    return Control(
+        paused=values.get(b"paused") == b"1",
+        intake_paused=values.get(b"intake_paused") == b"1",
+        concurrency=int(concurrency) if concurrency else None,
+    )
+
+
+def view_of_reply(queue: str, job_id: str, reply: list[Any]) -> JobView:
+    """A job from what `get` found of it."""
+    header, _, packed = reply[0].partition(b"\n")
+    state = State(header.split(b" ")[1].decode())
+    if len(reply) < 5:
+        due = int(float(reply[2])) if len(reply) == 3 and reply[2] else 0
+        return wire.view_of_body(queue, job_id, state, wire.decode_body(packed), due)
+    return _view_in_line(queue, job_id, state, reply)
+
+
+def _view_in_line(queue: str, job_id: str, state: State, reply: list[Any]) -> JobView:
+    record, fields, owner, deliveries, due = reply
+    line, _, message_id = record.split(b" ", 1)[0].partition(b":")
+    entry = (message_id, fields)
+    parse = wire.parse_entry if wire.is_ours(fields) else wire.parse_known
+    claim = with_record(parse(entry, int(line), queue, owner.decode(), deliveries, 0), record)
+    waits = not owner or owner == PARKING.encode()
+    if not waits:
+        state = State.RUNNING
+    meta = claim.meta
+    if deliveries:
+        meta = msgspec.structs.replace(meta, lost_leases=max(0, meta.lost_leases + deliveries - int(not waits)))
+    return JobView(
+        job_id=job_id,
+        task=claim.task,
+        queue=queue,
+        tenant_id=claim.tenant_id,
+        state=state,
+        attempt=claim.attempt,
+        payload=claim.payload,
+        idempotency_key=claim.idempotency_key,
+        trace_id=claim.trace_id,
+        meta=meta,
+        created_at_ms=claim.created_at_ms,
+        worker="" if waits else owner.decode(),
+        failure=meta.history[-1].failure if meta.history and state is State.RETRYING else None,
+        next_attempt_at_ms=int(float(due)) if due else 0,
+    )
+
+
+def _notice(queue: str, fields: dict[bytes, bytes]) -> Notice:
+    if b"cancelled" in fields:
+        return Cancelled(queue, fields[b"cancelled"].decode())
+    if b"due" in fields:
+        return Due(queue, int(fields[b"due"]))
+    return Controlled(queue)

@@ -1,0 +1,94 @@
+"""What all verbs share: the client, the keys, the scripts, the groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.engine.redis.client import Client, Lane, Script, ScriptError
+from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, Keys, Names
+from holdfast.observe.counts import Counts
+
+_AUTOCLAIM_SINCE = (6, 2)
+
+
+@cache
+def _script(name: str) -> Script:
+    return Script(name)
+
+
+class Store:
+    """One Redis, as the engine's verbs use it."""
+
+    def __init__(self, client: Client, names: Names, options: EngineOptions, counts: Counts) -> None:
+        self.client = client
+        self.names = names
+        self.options = options
+        self.counts = counts
+        self.version: tuple[int, ...] = (0,)
+        self._keys: dict[str, Keys] = {}
+        self._known: set[str] = set()
+
+    @property
+    def has_autoclaim(self) -> bool:
+        """Redis 6.2 and later: `XAUTOCLAIM`, `XPENDING … IDLE`, `XTRIM MINID`."""
+        return self.version >= _AUTOCLAIM_SINCE
+
+    def keys(self, queue: str) -> Keys:
+        """The queue's keys."""
+        keys = self._keys.get(queue)
+        if keys is None:
+            keys = self._keys[queue] = Keys(queue, self.names)
+        return keys
+
+    def parking(self, queue: str) -> str:
+        """The consumer that holds the queue's waiting retries; empty if they wait in a set."""
+        return PARKING if self.options.retry_via.get(queue) is RetryVia.PENDING else ""
+
+    def nonce(self) -> str:
+        """Tells this feed entry from any other at the same position."""
+        return os.urandom(6).hex()
+
+    async def prepare(self) -> None:
+        """Learn the server's version."""
+        info: bytes = await self.client.call(Lane.OTHER, b"INFO", b"server")
+        for line in info.decode().splitlines():
+            if line.startswith("redis_version:"):
+                self.version = tuple(int(part) for part in line.partition(":")[2].split(".")[:3] if part.isdigit())
+
+    async def now_ms(self) -> int:
+        """Redis's clock."""
+        seconds, microseconds = await self.client.call(Lane.OTHER, b"TIME")
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    async def introduce(self, queue: str) -> None:
+        """Make the queue known to `queues`; once per process."""
+        if queue not in self._known:
+            await self.client.call(Lane.OTHER, b"SADD", self.names.queues, queue)
+            self._known.add(queue)
+
+    async def create_groups(self, queue: str) -> None:
+        """Groups on all lines, from the beginning: never `$`, which would skip what waits already."""
+        keys = self.keys(queue)
+        self._known.discard(queue)
+        await self.introduce(queue)
+        wanted = [(stream, group) for stream in keys.streams for group in (self.names.group, WAKE_GROUP)]
+        for stream, group in [*wanted, (keys.wake, WAKE_GROUP)]:
+            try:
+                await self.client.call(Lane.OTHER, b"XGROUP", b"CREATE", stream, group, b"0", b"MKSTREAM")
+            except ScriptError as exc:
+                if "BUSYGROUP" not in str(exc):
+                    raise
+
+    async def run(self, lane: Lane, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
+        """A script on one queue. Groups that are gone (the store was wiped) are made again, once."""
+        try:
+            return await self.client.run(lane, _script(name), keys, arguments)
+        except ScriptError as exc:
+            if "NOGROUP" not in str(exc):
+                raise
+        await self.create_groups(queue)
+        return await self.client.run(lane, _script(name), keys, arguments)

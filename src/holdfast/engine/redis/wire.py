@@ -1,0 +1,324 @@
+"""Jobs as bytes: messages in a stream, records beside it, dead letters. The protocol page describes both.
+
+A message of ours carries eight fields in a fixed order, so that reading one is cheap and Redis stores
+their names once; one written by another program has the same names in any order, without the marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.job import (
+    DEFAULT_TENANT,
+    EMPTY_META,
+    Attempt,
+    Claim,
+    Envelope,
+    Failure,
+    JobView,
+    Lease,
+    Meta,
+    Priority,
+    new_job_ids,
+    remember,
+)
+from holdfast.core.states import FINAL, State
+from holdfast.core.verdict import MESSAGE_MALFORMED
+
+PROTOCOL_VERSION: Final = 1
+MARKER: Final = b"holdfast"
+_FIELD_COUNT: Final = 16
+_MAX_ID: Final = 200
+
+_encode_meta: Final = msgspec.json.Encoder().encode
+_decode_meta: Final = msgspec.json.Decoder(Meta).decode
+_decode_failure: Final = msgspec.json.Decoder(Failure).decode
+_decode_any: Final = msgspec.json.Decoder().decode
+
+
+class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A job that no message carries. Lua knows the positions; its packer knows text, no bytes and no gaps."""
+
+    task: str
+    payload: str
+    tenant_id: str
+    idempotency_key: str
+    trace_id: str
+    meta: str
+    attempts: str
+    retries: str
+    created_at: str
+    line: str
+    result: str = ""
+    failure: str = ""
+    finished_at: str = "0"
+    #: Who ended it and since when; `succeeded` jobs make their last attempt from these.
+    worker: str = ""
+    claimed_at: str = "0"
+    #: Deliveries of the message so far; in the pending list, those that earlier attempts used up.
+    deliveries: str = "0"
+
+
+encode_body: Final = msgspec.msgpack.Encoder().encode
+decode_body: Final = msgspec.msgpack.Decoder(Body).decode
+
+
+class Malformed(Exception):
+    """A foreign message that cannot become a job; says why."""
+
+
+def meta_text(meta: Meta) -> bytes:
+    """A job's `Meta` as it travels; empty for most jobs."""
+    return b"" if meta is EMPTY_META or meta == EMPTY_META else _encode_meta(meta)
+
+
+def meta_from(text: bytes | str) -> Meta:
+    """The other way."""
+    return _decode_meta(text) if text else EMPTY_META
+
+
+def envelope_body(envelope: Envelope) -> bytes:
+    """The body of a job that is delayed or held at submission. `created_at` is the script's to know."""
+    return encode_body(
+        Body(
+            task=envelope.task,
+            payload=envelope.payload.decode(),
+            tenant_id=envelope.tenant_id,
+            idempotency_key=envelope.idempotency_key or envelope.job_id,
+            trace_id=envelope.trace_id,
+            meta=meta_text(envelope.meta).decode(),
+            attempts="0",
+            retries="0",
+            created_at="0",
+            line=str(int(envelope.meta.priority)),
+        )
+    )
+
+
+def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int, now_ms: int) -> Claim:
+    """A message of ours as a claim. Raises `Malformed` for one that only pretends to be."""
+    fields = entry[1]
+    try:
+        _, _, attempts, _, created_at = fields[1].split()
+        meta = fields[15]
+        return Claim(
+            Lease(queue, fields[3].decode(), f"{line}:{entry[0].decode()}", deliveries, worker),
+            fields[5].decode(),
+            fields[7],
+            fields[9].decode(),
+            fields[11].decode(),
+            fields[13].decode(),
+            int(attempts) + deliveries,
+            int(created_at),
+            now_ms,
+            _decode_meta(meta) if meta else EMPTY_META,
+        )
+    except (ValueError, IndexError, msgspec.MsgspecError) as exc:
+        raise Malformed(f"the message has holdfast's marker, but not its fields: {exc}") from exc
+
+
+def is_ours(fields: Sequence[Any]) -> bool:
+    """Whether holdfast wrote this message."""
+    return len(fields) == _FIELD_COUNT and fields[0] == MARKER
+
+
+def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int) -> Claim:
+    """A message by another program as a claim. Raises `Malformed`."""
+    fields = as_dict(entry[1])
+    if MARKER in fields:
+        raise Malformed("the message has holdfast's marker, but not its fields")
+    place = f"{line}:{entry[0].decode()}"
+    job_id = usable_id(fields.get(b"task_id"))
+    if job_id is None:
+        raise Malformed("the message has no usable task_id (1 to 200 printable characters without spaces)")
+    task, payload = _text(fields, b"type"), fields.get(b"payload")
+    if not task or payload is None:
+        raise Malformed(f"the message lacks {'type' if not task else 'payload'}")
+    try:
+        value = _decode_any(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise Malformed(f"the payload is no JSON: {exc}") from exc
+    if not isinstance(value, dict | list):
+        raise Malformed("the payload is neither a JSON object of keyword arguments nor an array of positional ones")
+    return Claim(
+        Lease(queue, job_id, place, deliveries, worker),
+        task,
+        payload,
+        _text(fields, b"tenant_id") or DEFAULT_TENANT,
+        _text(fields, b"idempotency_key") or job_id,
+        _text(fields, b"trace_id"),
+        deliveries,
+        int(entry[0].split(b"-")[0]),
+        0,
+        _foreign_meta(fields, line),
+    )
+
+
+def parse_known(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int, now_ms: int) -> Claim:
+    """An adopted foreign message, delivered again."""
+    return msgspec.structs.replace(parse_foreign(entry, line, queue, worker, deliveries), claimed_at_ms=now_ms)
+
+
+def _foreign_meta(fields: Mapping[bytes, bytes], line: int) -> Meta:
+    max_retries, context = fields.get(b"max_retries"), fields.get(b"context")
+    try:
+        retries = int(max_retries) if max_retries else None
+        if retries is not None and retries < 0:
+            raise ValueError("it is negative")
+    except ValueError as exc:
+        raise Malformed(f"max_retries is no count: {exc}") from exc
+    values = None
+    if context:
+        try:
+            values = msgspec.json.decode(context, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise Malformed(f"context is no JSON object: {exc}") from exc
+    if retries is None and values is None and line == Priority.NORMAL:
+        return EMPTY_META
+    return Meta(priority=line, max_retries=retries, context=values)
+
+
+def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, failure: Failure) -> Body:
+    """The record of a foreign message that cannot become a job: all of its raw fields, as text."""
+    raw = {printable(name): printable(value) for name, value in fields.items()}
+    return Body(
+        task=printable(fields.get(b"type", b""))[:_MAX_ID] or "unknown",
+        payload=msgspec.json.encode(raw).decode(),
+        tenant_id=printable(fields.get(b"tenant_id", b""))[:_MAX_ID] or DEFAULT_TENANT,
+        idempotency_key="",
+        trace_id=printable(fields.get(b"trace_id", b""))[:_MAX_ID],
+        meta="",
+        attempts="0",
+        retries="0",
+        created_at=entry_id.split(b"-")[0].decode(),
+        line=str(line),
+        failure=failure_text(failure),
+        finished_at=entry_id.split(b"-")[0].decode(),
+    )
+
+
+def failure_text(failure: Failure) -> str:
+    """A failure as it travels."""
+    return _encode_meta(failure).decode()
+
+
+def malformed(reason: str) -> Failure:
+    """The failure that such a message ends with."""
+    return Failure(MESSAGE_MALFORMED, reason)
+
+
+def usable_id(value: bytes | None) -> str | None:
+    """A foreign task id that can name a job."""
+    if value is None:
+        return None
+    text = printable(value)
+    if not 0 < len(text) <= _MAX_ID or "\ufffd" in text or any(c.isspace() or not c.isprintable() for c in text):
+        return None
+    return text
+
+
+def made_up_id() -> str:
+    """An id for a message that brings none."""
+    return new_job_ids(1)[0]
+
+
+def as_dict(fields: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Field names and values of a stream entry."""
+    return dict(zip(fields[::2], fields[1::2], strict=True))
+
+
+def printable(value: bytes) -> str:
+    """Bytes of unknown origin as text."""
+    return value.decode("utf-8", "replace")
+
+
+def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
+    value = fields.get(name, b"")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as exc:
+        raise Malformed(f"{name.decode()} is no UTF-8: {exc}") from exc
+
+
+def dead_letter_fields(job_id: str, body: Body, failure: Failure, dlq_id: str) -> bytes:
+    """What `stream:dlq` says of a job (requirement D2), packed for Lua, which adds `failed_at`."""
+    meta = meta_from(body.meta)
+    fields = {
+        "task_id": job_id,
+        "type": body.task,
+        "payload": body.payload,
+        "error_code": failure.code,
+        "error": f"{failure.type}: {failure.message}" if failure.type else failure.message,
+        "stack": failure.stack,
+        "retry_count": body.retries,
+        "attempt": body.attempts,
+        "history": msgspec.json.encode(meta.history).decode(),
+        "tenant_id": body.tenant_id,
+        "trace_id": body.trace_id,
+        "idempotency_key": body.idempotency_key,
+        "dlq_id": dlq_id,
+    }
+    return msgspec.msgpack.encode([part for pair in fields.items() for part in pair])
+
+
+def claim_body(claim: Claim, meta: Meta, attempts: int, **more: Any) -> Body:
+    """A claimed job as a body, for when it leaves the line."""
+    return Body(
+        task=claim.task,
+        payload=claim.payload.decode(),
+        tenant_id=claim.tenant_id,
+        idempotency_key=claim.idempotency_key,
+        trace_id=claim.trace_id,
+        meta=meta_text(meta).decode(),
+        attempts=str(attempts),
+        retries=str(meta.retry_count),
+        created_at=str(claim.created_at_ms),
+        line=str(int(meta.priority)),
+        **more,
+    )
+
+
+def view_of_body(queue: str, job_id: str, state: State, body: Body, due_ms: int) -> JobView:
+    """A job that no message carries, as a reader sees it."""
+    meta = meta_from(body.meta)
+    if state is State.SUCCEEDED:
+        last = Attempt(int(body.attempts), body.worker, int(body.claimed_at), int(body.finished_at), state.value)
+        lost = meta.lost_leases + int(body.deliveries) - 1
+        meta = msgspec.structs.replace(meta, lost_leases=lost, history=remember(meta.history, last))
+    return JobView(
+        job_id=job_id,
+        task=body.task,
+        queue=queue,
+        tenant_id=body.tenant_id,
+        state=state,
+        attempt=int(body.attempts),
+        payload=body.payload.encode(),
+        idempotency_key=body.idempotency_key,
+        trace_id=body.trace_id,
+        meta=meta,
+        created_at_ms=int(body.created_at),
+        result=body.result.encode() if state is State.SUCCEEDED else None,
+        failure=_decode_failure(body.failure) if body.failure else None,
+        next_attempt_at_ms=due_ms,
+        finished_at_ms=int(body.finished_at) if state in FINAL else 0,
+    )
+
+
+def body_of_view(view: JobView, meta: Meta, **more: Any) -> Body:
+    """The other way, for an operator's move."""
+    return Body(
+        task=view.task,
+        payload=view.payload.decode(),
+        tenant_id=view.tenant_id,
+        idempotency_key=view.idempotency_key,
+        trace_id=view.trace_id,
+        meta=meta_text(meta).decode(),
+        attempts=str(view.attempt),
+        retries=str(meta.retry_count),
+        created_at=str(view.created_at_ms),
+        line=str(int(meta.priority)),
+        **more,
+    )

@@ -1,0 +1,184 @@
+"""Every error that holdfast raises, each with a stable code.
+
+    HoldfastError
+    ├─ UsageError               the caller is wrong; trying again changes nothing
+    │   ├─ UnknownTask          no task of that name is registered here
+    │   ├─ DuplicateTask        two functions under one name
+    │   ├─ InvalidPayload       arguments that do not fit the task's annotations, or a result that is no JSON
+    │   ├─ PayloadTooLarge      over the limit
+    │   ├─ InvalidOption        a negative delay, an unknown priority, a setting that cannot be
+    │   └─ UnknownJob           no job of that id (or it has expired)
+    ├─ TransitionInvalid        the state table does not know that move
+    ├─ StaleLease               someone else owns the job now
+    ├─ JobFailed                the job a caller waits for ended without a result
+    │   └─ JobCancelled
+    ├─ WaitTimeout              the job a caller waits for has not ended yet; it goes on
+    ├─ IntakeRefused            the queue takes no new jobs at the moment
+    └─ Unavailable              something holdfast or a task depends on is down; safe to try again
+        └─ EngineUnavailable
+
+A task raises `Fatal` to say "do not retry", `Unavailable` to say "a dependency is down, this is not
+my fault" (requirement Y8).
+
+Messages say what to do next; ids are attributes, so that nobody has to parse a message.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+
+class HoldfastError(Exception):
+    """Base of all of them. `code` never changes between releases."""
+
+    code = "HOLDFAST_ERROR"
+
+
+class UsageError(HoldfastError):
+    """The caller is wrong; never retried."""
+
+    code = "USAGE_ERROR"
+
+
+class UnknownTask(UsageError):
+    """No task of this name is registered."""
+
+    code = "UNKNOWN_TASK"
+
+    def __init__(self, task: str, known: tuple[str, ...] = ()) -> None:
+        names = ", ".join(known) or "none"
+        super().__init__(
+            f"no task named {task!r} is registered here (known: {names}); "
+            "import the module that defines it, or fix the name"
+        )
+        self.task = task
+
+
+class DuplicateTask(UsageError):
+    """Two functions claim the same name on the wire."""
+
+    code = "DUPLICATE_TASK"
+
+    def __init__(self, task: str) -> None:
+        super().__init__(f"a task named {task!r} is registered already; give one of them @app.task(name=…)")
+        self.task = task
+
+
+class InvalidPayload(UsageError):
+    """Arguments that do not fit the task, or a value that is no JSON."""
+
+    code = "INVALID_PAYLOAD"
+
+
+class PayloadTooLarge(UsageError):
+    """Arguments, context or result over the limit."""
+
+    code = "PAYLOAD_TOO_LARGE"
+
+    def __init__(self, what: str, size: int, limit: int) -> None:
+        super().__init__(
+            f"{what} has {size:,} bytes, the limit is {limit:,}; "
+            "pass a reference instead of the data, or raise HOLDFAST_PAYLOAD_LIMIT"
+        )
+        self.size = size
+        self.limit = limit
+
+
+class InvalidOption(UsageError):
+    """An option or setting that cannot be."""
+
+    code = "INVALID_OPTION"
+
+
+class UnknownJob(UsageError):
+    """The engine has no job of this id."""
+
+    code = "UNKNOWN_JOB"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"no job {job_id!r} here; it was never accepted, its record has expired, or it is in another queue"
+        )
+        self.job_id = job_id
+
+
+class TransitionInvalid(HoldfastError):
+    """The state table does not know this move; nothing was changed."""
+
+    code = "WF_STATE_TRANSITION_INVALID"
+
+    def __init__(self, job_id: str, from_state: str | None, to_state: str) -> None:
+        super().__init__(f"job {job_id}: {from_state or 'new'} → {to_state} is not a legal move; nothing was changed")
+        self.job_id = job_id
+        self.from_state = from_state
+        self.to_state = to_state
+
+
+class StaleLease(HoldfastError):
+    """Someone else owns the job; stop quietly."""
+
+    code = "STALE_LEASE"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"the lease on job {job_id} is lost; another worker owns it, or it has ended")
+        self.job_id = job_id
+
+
+class JobFailed(HoldfastError):
+    """The job ended in `failed`, or is parked where it can give no result."""
+
+    code = "JOB_FAILED"
+
+    def __init__(self, job_id: str, state: str, error_code: str | None, message: str | None) -> None:
+        super().__init__(f"job {job_id} is {state}: {error_code or 'no error recorded'}: {message or ''}".rstrip(": "))
+        self.job_id = job_id
+        self.state = state
+        self.error_code = error_code
+
+
+class JobCancelled(JobFailed):
+    """The job was cancelled."""
+
+    code = "JOB_CANCELLED"
+
+
+class WaitTimeout(HoldfastError):
+    """The caller's patience ended before the job did."""
+
+    code = "WAIT_TIMEOUT"
+
+    def __init__(self, job_id: str, state: str, waited: timedelta) -> None:
+        super().__init__(
+            f"job {job_id} is still {state} after {waited.total_seconds():g} s; it goes on, ask again later"
+        )
+        self.job_id = job_id
+        self.state = state
+
+
+class IntakeRefused(HoldfastError):
+    """The queue takes no new jobs at the moment; what was accepted before is safe."""
+
+    code = "INTAKE_REFUSED"
+
+    def __init__(self, queue: str, why: str) -> None:
+        super().__init__(f"queue {queue!r} takes no new jobs: {why}")
+        self.queue = queue
+        self.why = why
+
+
+class Unavailable(HoldfastError):
+    """Something is down. Raised by a task, it backs off without using up retries."""
+
+    code = "UNAVAILABLE"
+
+
+class EngineUnavailable(Unavailable):
+    """The engine's store does not answer; what it accepted before is not lost."""
+
+    code = "ENGINE_UNAVAILABLE"
+
+
+class Fatal(HoldfastError):
+    """Raised by a task: this will never work, do not retry."""
+
+    code = "FATAL"

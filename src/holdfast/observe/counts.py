@@ -1,0 +1,34 @@
+"""Plain counters of one process, cheap enough for the hot path; whoever exports metrics reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the process began."""
+
+    submitted: int = 0
+    duplicates: int = 0
+    intake_refused: int = 0
+    claimed: int = 0
+    adopted: int = 0
+    malformed: int = 0
+    reclaimed: int = 0
+    poisoned: int = 0
+    succeeded: int = 0
+    retried: int = 0
+    dead: int = 0
+    suspended: int = 0
+    held: int = 0
+    released: int = 0
+    promoted: int = 0
+    #: Claims that met a job which was running or final already (requirement Y5).
+    skipped: int = 0
+    #: Settles refused because the lease was lost (requirement Q6).
+    stale_settles: int = 0
+    leases_lost: int = 0
+    #: Moves refused by the state table (requirement S2).
+    illegal_moves: int = 0
+    reconnects: int = 0

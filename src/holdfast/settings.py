@@ -1,0 +1,118 @@
+"""All settings, in one frozen place; the only reader of the environment.
+
+Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in the working directory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.errors import InvalidOption
+
+_SCHEMES = ("sqlite", "redis", "rediss", "redis+sentinel", "redis+cluster")
+
+
+class Settings(BaseSettings):
+    """holdfast's settings. Durations carry their unit in the name."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HOLDFAST_", toml_file="holdfast.toml", frozen=True, extra="forbid", env_nested_delimiter="__"
+    )
+
+    url: str = "sqlite:///holdfast.db"
+    ledger: str | None = None
+
+    namespace: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    stream_task: str = Field("stream:task", min_length=1)
+    stream_result: str = Field("stream:result", min_length=1)
+    #: Empty turns the stream off; the state stays.
+    stream_dlq: str = "stream:dlq"
+    group: str = Field("cg:workers", min_length=1)
+    queue_retry: str = Field("queue:retry", min_length=1)
+    queue_suspended: str = Field("queue:suspended", min_length=1)
+
+    visibility_timeout_s: float = Field(30, gt=0)
+    heartbeat_interval_s: float = Field(10, gt=0)
+    max_deliveries: int = Field(5, ge=1)
+    reclaim: bool = True
+    reclaim_interval_s: float = Field(1, ge=0)
+    reclaim_batch: int = Field(100, ge=1, le=500)
+    #: With `retry_via` pending: how long a retry rests in the pending list at least.
+    reclaim_idle_s: float = Field(0, ge=0)
+    #: Queue name → "schedule" or "pending" (where a retry waits).
+    retry_via: dict[str, RetryVia] = Field(default_factory=dict)
+
+    payload_limit: int = Field(1024 * 1024, ge=1)
+    finished_ttl_s: float = Field(3_600, gt=0)
+    idempotency_window_s: float = Field(86_400, gt=0)
+    result_limit: int = Field(10_000, ge=1)
+    result_ttl_s: float = Field(86_400, gt=0)
+    feed_limit: int = Field(1_000, ge=1)
+    feed_max_bytes: int = Field(512 * 1024 * 1024, ge=1)
+
+    concurrency: int = Field(100, ge=1)
+    drain_grace_s: float = Field(30, ge=0)
+
+    connect_timeout_s: float = Field(5, gt=0)
+    #: A store that accepts connections but does not answer counts as down after this long.
+    reply_timeout_s: float = Field(10, gt=0)
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Settings:
+        """Settings from everywhere; a mistake is an `InvalidOption` that names it."""
+        given = {name: value for name, value in overrides.items() if value is not None}
+        try:
+            return cls(**given)
+        except ValidationError as exc:
+            lines = [f"{'.'.join(map(str, error['loc'])) or 'settings'}: {error['msg']}" for error in exc.errors()]
+            raise InvalidOption("settings: " + "; ".join(lines)) from exc
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @field_validator("url")
+    @classmethod
+    def _known_scheme(cls, url: str) -> str:
+        scheme, separator, _ = url.partition("://")
+        if not separator or scheme not in _SCHEMES:
+            raise ValueError(f"must begin with one of {', '.join(s + '://' for s in _SCHEMES)}")
+        return url
+
+    @model_validator(mode="after")
+    def _heartbeat_within_lease(self) -> Self:
+        if self.heartbeat_interval_s * 2 > self.visibility_timeout_s:
+            raise ValueError("heartbeat_interval_s must be at most half of visibility_timeout_s, or leases are lost")
+        return self
+
+    def engine_options(self) -> EngineOptions:
+        """The part that an engine needs."""
+        return EngineOptions(
+            visibility_timeout_ms=round(self.visibility_timeout_s * 1000),
+            max_deliveries=self.max_deliveries,
+            finished_ttl_ms=round(self.finished_ttl_s * 1000),
+            idempotency_window_ms=round(self.idempotency_window_s * 1000),
+            ledger=self.ledger is not None,
+            retry_via=self.retry_via,
+            pending_idle_ms=round(self.reclaim_idle_s * 1000),
+            result_limit=self.result_limit,
+            result_ttl_ms=round(self.result_ttl_s * 1000),
+            feed_limit=self.feed_limit,
+            feed_max_bytes=self.feed_max_bytes,
+        )
