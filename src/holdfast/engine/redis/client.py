@@ -41,7 +41,7 @@ _NOT_NOW: Final[Mapping[str, str]] = {
     "MASTERDOWN": "this replica has lost its master",
     "CLUSTERDOWN": "the Redis Cluster is down",
     "TRYAGAIN": "the Redis Cluster is moving the queue's slot; it will answer soon",
-    "BUSY": "Redis is busy running another script",
+    "BUSY ": "Redis is busy running another script",
     "MISCONF": "Redis cannot write to its disk and refuses writes; see its log",
     "NOREPLICAS": "Redis has too few replicas to accept writes (min-replicas-to-write)",
     "NOAUTH": "Redis wants a password; put it in the URL",

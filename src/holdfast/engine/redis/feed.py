@@ -87,7 +87,7 @@ def _retaken(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
 
 
 def _reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for job_id, head, deliveries, owner, message_id in moves:
+    for job_id, head, deliveries, owner, message_id, known_retries in moves:
         _, attempts, retries = _head(head)
         yield Event(
             type=event_for(State.RUNNING, State.RUNNING),
@@ -96,7 +96,7 @@ def _reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
             from_state=State.RUNNING,
             to_state=State.RUNNING,
             attempt=attempts + deliveries,
-            retry_count=retries,
+            retry_count=int(known_retries or retries),
             worker=worker,
             message=f"lease of {owner} was lost",
             data={"old_worker": owner, "new_worker": worker, "message_id": message_id},
@@ -111,7 +111,7 @@ def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
             case "claimed":
                 yield _claim(job_id, State.QUEUED, at_ms, worker, rest[0], 0)
             case "reclaimed":
-                yield from _reclaimed([[job_id, "", *rest]], at_ms, worker)
+                yield from _reclaimed([[job_id, "", *rest, ""]], at_ms, worker)
             case "duplicate":
                 yield Event(
                     type=DUPLICATE_EVENT,

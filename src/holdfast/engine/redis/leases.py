@@ -175,7 +175,12 @@ class Leases:
         claims: list[Claim] = []
         for queue in queues:
             found = await self._own_pending(worker, queue, frozenset(held))
-            claims += await self._claims(worker, queue, found, await self._store.now_ms())
+            mine = await self._claims(worker, queue, found, await self._store.now_ms())
+            if mine and self._store.parking(queue):
+                keys = self._store.keys(queue)
+                records = await self._store.client.call(Lane.OTHER, b"MGET", *(keys.job(c.job_id) for c in mine))
+                mine = [with_record(claim, record) for claim, record in zip(mine, records, strict=True)]
+            claims += mine
         return claims
 
     async def _own_pending(self, worker: str, queue: str, held: frozenset[str]) -> list[tuple[int, Any, int, bytes]]:
@@ -201,7 +206,7 @@ class Leases:
     async def _claims(
         self, worker: str, queue: str, found: Sequence[tuple[int, Any, int, bytes]], now_ms: int
     ) -> list[Claim]:
-        """Entries that were delivered before, as claims; what their records say goes before what the messages say."""
+        """Entries that were delivered before, as claims."""
         claims: list[Claim] = []
         foreign: list[tuple[int, Any, int, bytes]] = []
         for line, entry, deliveries, owner in found:
@@ -214,10 +219,6 @@ class Leases:
             foreign.append((line, entry, deliveries, owner))
         if foreign:
             claims += await self._adopt(worker, queue, foreign, now_ms)
-        if claims and self._store.parking(queue):
-            keys = self._store.keys(queue)
-            records = await self._store.client.call(Lane.OTHER, b"MGET", *(keys.job(claim.job_id) for claim in claims))
-            claims = [with_record(claim, record) for claim, record in zip(claims, records, strict=True)]
         return claims
 
     # renew -----------------------------------------------------------------------------------------
@@ -245,33 +246,47 @@ class Leases:
     # reclaim ---------------------------------------------------------------------------------------
 
     async def reclaim(self, worker: str, queue: str, limit: int) -> list[Claim]:
-        """Lost leases of one queue, taken over."""
+        """Lost leases of one queue: found by one script, taken over by another that has their records declared."""
         store, keys = self._store, self._store.keys(queue)
-        cursors = self._cursors.setdefault(queue, [b"-"] * _LINES)
+        lost = await self._lost(queue, limit)
+        if not lost:
+            return []
         reply = await store.run(
             Lane.OTHER,
             "reclaim",
             queue,
-            [*keys.streams, keys.feed, keys.control],
+            [*keys.streams, keys.feed, keys.control, *(keys.job(_job_id(fields)) for *_, fields in lost)],
             [
                 store.names.group,
                 worker,
                 store.nonce(),
                 store.options.feed_limit,
                 store.options.visibility_timeout_ms,
-                limit,
                 int(store.has_autoclaim),
-                PARKING,
-                *cursors,
+                len(lost),
+                *(part for row in lost for part in row[:4]),
             ],
         )
         if reply[0] == b"paused":
             return []
-        cursors[:] = reply[2:5]
-        rows = zip(reply[5::4], reply[6::4], reply[7::4], reply[8::4], strict=True)
-        found = [(line, entry, deliveries, owner) for line, owner, deliveries, entry in rows]
+        found, records = [], {}
+        for position, deliveries, entry, record in zip(reply[2::4], reply[3::4], reply[4::4], reply[5::4], strict=True):
+            line, message_id, owner, *_ = lost[position - 1]
+            found.append((line, entry, deliveries, owner))
+            records[f"{line}:{message_id.decode()}"] = record
         store.counts.reclaimed += len(found)
-        return await self._claims(worker, queue, found, int(reply[1]))
+        claims = await self._claims(worker, queue, found, int(reply[1]))
+        return [with_record(claim, records[claim.lease.place]) for claim in claims]
+
+    async def _lost(self, queue: str, limit: int) -> list[tuple[int, bytes, bytes, int, list[bytes]]]:
+        """Line, message id, owner, deliveries and fields of leases that were not renewed in time."""
+        store = self._store
+        cursors = self._cursors.setdefault(queue, [b"-"] * _LINES)
+        options = [store.names.group, store.options.visibility_timeout_ms, min(limit, MAX_BATCH)]
+        arguments = [*options, int(store.has_autoclaim), PARKING, *cursors]
+        reply = await store.run(Lane.OTHER, "lost", queue, store.keys(queue).streams, arguments)
+        cursors[:] = reply[:3]
+        return list(zip(reply[3::5], reply[4::5], reply[5::5], reply[6::5], reply[7::5], strict=True))
 
     async def retake(self, worker: str, queue: str, limit: int) -> list[Claim]:
         """Retries of one queue that wait in the pending list and are due."""
@@ -361,3 +376,8 @@ def with_record(claim: Claim, record: bytes | None) -> Claim:
     # Deliveries of earlier attempts are no lost leases.
     meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases - int(body.deliveries))
     return msgspec.structs.replace(claim, meta=meta)
+
+
+def _job_id(fields: Sequence[bytes]) -> str:
+    """The job that a message speaks of, if it speaks of one."""
+    return wire.usable_id(wire.as_dict(fields).get(b"task_id")) or ""

@@ -19,9 +19,9 @@ local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
 local reply, fresh, taken = { 'ok', '' }, {}, {}
 for i = 1, n do
   local arg = FIRST_ARG + (i - 1) * STRIDE
-  local key_index = tonumber(ARGV[arg + 4])
+  local key_index, job_id = tonumber(ARGV[arg + 4]), ARGV[arg + 5]
   local first = key_index > 0 and (known[key_index] or taken[key_index])
-  if known[i] then
+  if known[i] or taken[job_id] then
     reply[#reply + 1] = i
     reply[#reply + 1] = 'known'
   elseif first then
@@ -30,8 +30,8 @@ for i = 1, n do
   else
     fresh[#fresh + 1] = i
     -- A batch may name one job twice, or one key twice.
-    known[i] = '-'
-    if key_index > 0 then taken[key_index] = ARGV[arg + 5] end
+    taken[job_id] = true
+    if key_index > 0 then taken[key_index] = job_id end
   end
 end
 if #fresh == 0 then return reply end
