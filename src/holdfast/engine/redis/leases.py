@@ -343,7 +343,8 @@ class _Adoption:
             self.body = wire.malformed_body(fields, self._entry[0], self.line, failure)
             self.explicit_key = ""
             self._fault = wire.failure_text(failure).encode()
-            self._dead_letter = wire.dead_letter_fields(self.job_id, self.body, failure, wire.made_up_id())
+            letter = wire.dead_letter_fields(self.job_id, self.body, failure, wire.made_up_id())
+            self._dead_letter = wire.pack(letter)
 
     def arguments(self, key_index: int) -> tuple[Any, ...]:
         body = self.body
@@ -374,7 +375,7 @@ def with_record(claim: Claim, record: bytes | None) -> Claim:
     body = wire.decode_body(packed)
     meta = wire.meta_from(body.meta)
     # Deliveries of earlier attempts are no lost leases.
-    meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases - int(body.deliveries))
+    meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases - body.deliveries)
     return msgspec.structs.replace(claim, meta=meta)
 
 

@@ -76,11 +76,11 @@ class Operators:
             view,
             meta,
             failure=wire.failure_text(failure) if failure else "",
-            finished_at=str(now_ms),
+            finished_at_ms=now_ms,
         )
         dead_letter = b""
         if to in (State.DLQ_PENDING, State.DLQ_RECORDED) and failure:
-            dead_letter = wire.dead_letter_fields(job_id, body, failure, meta.dlq_id)
+            dead_letter = wire.pack(wire.dead_letter_fields(job_id, body, failure, meta.dlq_id))
         explicit = view.idempotency_key not in ("", job_id)
         key = keys.idempotency(view.tenant_id, view.idempotency_key) if explicit else keys.job(job_id)
         options = store.options

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import new_job_ids
+from holdfast.core.job import EMPTY_META, Claim, new_job_ids
 from holdfast.core.verdict import (
     TARGETS,
     Answer,
@@ -27,7 +27,7 @@ from holdfast.engine.redis.client import Lane
 from holdfast.engine.redis.keys import Keys
 from holdfast.engine.redis.store import Store
 
-_ANSWERS: Final = {b"applied": Answer.APPLIED, b"already": Answer.ALREADY, b"stale": Answer.STALE}
+_ANSWERS: Final = {b"already": Answer.ALREADY, b"stale": Answer.STALE}
 #: Which counter each verdict raises.
 _COUNTERS: Final[dict[type, str]] = {
     Succeed: "succeeded",
@@ -60,8 +60,10 @@ class Settling:
 
     async def _settle(self, queue: str, worker: str, settlements: Sequence[Settlement]) -> list[Answer]:
         names, arguments = self._arguments(self._store.keys(queue), queue, worker, settlements)
-        words = await self._store.run(Lane.SETTLE, "settle", queue, names, arguments)
-        answers = [_ANSWERS[word] for word in words]
+        refused = await self._store.run(Lane.SETTLE, "settle", queue, names, arguments)
+        answers = [Answer.APPLIED] * len(settlements)
+        for position, word in zip(refused[::2], refused[1::2], strict=True):
+            answers[position - 1] = _ANSWERS[word]
         self._count(settlements, answers)
         return answers
 
@@ -86,10 +88,14 @@ class Settling:
                 key_index = count + len(expiring)
                 age_ms = settlement.finished_at_ms - claim.created_at_ms
                 keep_ms = max(1, options.idempotency_window_ms - age_ms)
-            *verdict, dead_letter = _verdict_arguments(settlement)
             per_job += (line, message_id, lease.deliveries, lease.job_id)
-            per_job += verdict
-            per_job += (key_index, keep_ms, dead_letter)
+            if type(settlement.verdict) is Succeed:
+                per_job += _success(claim, settlement.verdict.result, settlement.finished_at_ms)
+                per_job.append(wire.pack((0, key_index, keep_ms)) if key_index else b"")
+            else:
+                *verdict, delay_ms, letter = _other_verdict(settlement)
+                per_job += verdict
+                per_job.append(wire.pack((delay_ms, key_index, keep_ms, letter)))
         arguments = [
             store.names.group,
             worker,
@@ -147,45 +153,41 @@ def _span(ids: Sequence[str]) -> tuple[str, str]:
     return min(ids).partition("-")[0], max(ids).partition("-")[0]
 
 
-def _verdict_arguments(settlement: Settlement) -> tuple[Any, ...]:
-    """Target, body, data, delay, attempt, retry count, dead letter."""
-    claim, verdict = settlement.claim, settlement.verdict
-    if type(verdict) is Succeed:
-        # The hot path: the payload has done its duty, and the last attempt is told by four fields.
-        body = wire.encode_body(
-            wire.Body(
-                claim.task,
-                "",
-                claim.tenant_id,
-                claim.idempotency_key,
-                claim.trace_id,
-                wire.meta_text(claim.meta).decode(),
-                str(claim.attempt),
-                str(claim.meta.retry_count),
-                str(claim.created_at_ms),
-                str(int(claim.meta.priority)),
-                verdict.result.decode(),
-                "",
-                str(settlement.finished_at_ms),
-                claim.lease.worker,
-                str(claim.claimed_at_ms),
-                str(claim.lease.deliveries),
-            )
-        )
-        return "succeeded", body, verdict.result, 0, claim.attempt, claim.meta.retry_count, b""
-    return _other_verdict_arguments(settlement)
+def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...]:
+    """Target, body, data, attempt, retry count. The hot path: the payload has done its duty, and the last
+    attempt is told by four fields instead of a history."""
+    meta, attempt = claim.meta, claim.attempt
+    body = wire.Body(
+        claim.task,
+        "",
+        claim.tenant_id,
+        claim.idempotency_key,
+        claim.trace_id,
+        "" if meta is EMPTY_META else wire.meta_text(meta).decode(),
+        str(attempt),
+        str(meta.retry_count),
+        str(claim.created_at_ms),
+        str(int(meta.priority)),
+        result.decode(),
+        "",
+        finished_at_ms,
+        claim.lease.worker,
+        claim.claimed_at_ms,
+        claim.lease.deliveries,
+    )
+    return "succeeded", wire.encode_body(body), result, attempt, meta.retry_count
 
 
-def _other_verdict_arguments(settlement: Settlement) -> tuple[Any, ...]:
+def _other_verdict(settlement: Settlement) -> tuple[Any, ...]:
+    """Target, body, data, attempt, retry count, delay, fields of a dead letter."""
     claim, verdict = settlement.claim, settlement.verdict
     meta = advance(claim, verdict, settlement.finished_at_ms)
-    attempts = claim.attempt
-    data, delay_ms, dead_letter, failure = b"", 0, b"", ""
+    attempts, delay_ms, failure, data, letter = claim.attempt, 0, "", b"", []
     if isinstance(verdict, RetryLater | DeadLetter | Suspend):
         failure = wire.failure_text(verdict.failure)
         data = failure.encode()
-    elif not isinstance(verdict, Succeed):
-        data = msgspec.json.encode({"message": verdict.message})
+    elif isinstance(verdict, Hold | Release):
+        data = wire.encode_json({"message": verdict.message})
     if isinstance(verdict, RetryLater | Release):
         delay_ms = verdict.delay_ms
     if isinstance(verdict, Release) and not verdict.started:
@@ -197,10 +199,10 @@ def _other_verdict_arguments(settlement: Settlement) -> tuple[Any, ...]:
         meta,
         attempts,
         failure=failure,
-        finished_at=str(settlement.finished_at_ms),
-        deliveries=str(claim.lease.deliveries),
+        finished_at_ms=settlement.finished_at_ms,
+        deliveries=claim.lease.deliveries,
     )
     if isinstance(verdict, DeadLetter):
-        dead_letter = wire.dead_letter_fields(claim.job_id, body, verdict.failure, meta.dlq_id)
+        letter = wire.dead_letter_fields(claim.job_id, body, verdict.failure, meta.dlq_id)
     target = TARGETS[type(verdict)].value
-    return target, wire.encode_body(body), data, delay_ms, claim.attempt, meta.retry_count, dead_letter
+    return target, wire.encode_body(body), data, claim.attempt, meta.retry_count, delay_ms, letter

@@ -1,7 +1,8 @@
 """Jobs as bytes: messages in a stream, records beside it, dead letters. The protocol page describes both.
 
-A message of ours carries eight fields in a fixed order, so that reading one is cheap and Redis stores
-their names once; one written by another program has the same names in any order, without the marker.
+A message of ours carries four fields in a fixed order, or eight if it has more to say, so that reading
+one is cheap and Redis stores their names once; one written by another program has the same names in any
+order, without the marker.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ from holdfast.core.verdict import MESSAGE_MALFORMED
 
 PROTOCOL_VERSION: Final = 1
 MARKER: Final = b"holdfast"
-_FIELD_COUNT: Final = 16
+#: Names and values of a message of ours: one that has nothing to say beside its payload, and any other.
+_SHORT: Final = 8
+_LONG: Final = 16
 _MAX_ID: Final = 200
 
-_encode_meta: Final = msgspec.json.Encoder().encode
+encode_json: Final = msgspec.json.Encoder().encode
 _decode_meta: Final = msgspec.json.Decoder(Meta).decode
 _decode_failure: Final = msgspec.json.Decoder(Failure).decode
 _decode_any: Final = msgspec.json.Decoder().decode
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A job that no message carries. Lua knows the positions; its packer knows text, no bytes and no gaps."""
+    """A job that no message carries. Lua knows the positions up to `line`, and wants text there; its packer
+    knows no bytes and no gaps."""
 
     task: str
     payload: str
@@ -54,12 +58,12 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
     line: str
     result: str = ""
     failure: str = ""
-    finished_at: str = "0"
+    finished_at_ms: int = 0
     #: Who ended it and since when; `succeeded` jobs make their last attempt from these.
     worker: str = ""
-    claimed_at: str = "0"
+    claimed_at_ms: int = 0
     #: Deliveries of the message so far; in the pending list, those that earlier attempts used up.
-    deliveries: str = "0"
+    deliveries: int = 0
 
 
 encode_body: Final = msgspec.msgpack.Encoder().encode
@@ -72,7 +76,7 @@ class Malformed(Exception):
 
 def meta_text(meta: Meta) -> bytes:
     """A job's `Meta` as it travels; empty for most jobs."""
-    return b"" if meta is EMPTY_META or meta == EMPTY_META else _encode_meta(meta)
+    return b"" if meta is EMPTY_META or meta == EMPTY_META else encode_json(meta)
 
 
 def meta_from(text: bytes | str) -> Meta:
@@ -103,18 +107,23 @@ def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, delive
     fields = entry[1]
     try:
         _, _, attempts, _, created_at = fields[1].split()
-        meta = fields[15]
+        job_id = fields[3].decode()
+        lease = Lease(queue, job_id, f"{line}:{entry[0].decode()}", deliveries, worker)
+        tenant_id, key, trace_id, meta = DEFAULT_TENANT, job_id, "", EMPTY_META
+        if len(fields) == _LONG:
+            tenant_id, key, trace_id = fields[9].decode(), fields[11].decode(), fields[13].decode()
+            meta = meta_from(fields[15])
         return Claim(
-            Lease(queue, fields[3].decode(), f"{line}:{entry[0].decode()}", deliveries, worker),
+            lease,
             fields[5].decode(),
             fields[7],
-            fields[9].decode(),
-            fields[11].decode(),
-            fields[13].decode(),
+            tenant_id,
+            key,
+            trace_id,
             int(attempts) + deliveries,
             int(created_at),
             now_ms,
-            _decode_meta(meta) if meta else EMPTY_META,
+            meta,
         )
     except (ValueError, IndexError, msgspec.MsgspecError) as exc:
         raise Malformed(f"the message has holdfast's marker, but not its fields: {exc}") from exc
@@ -122,7 +131,7 @@ def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, delive
 
 def is_ours(fields: Sequence[Any]) -> bool:
     """Whether holdfast wrote this message."""
-    return len(fields) == _FIELD_COUNT and fields[0] == MARKER
+    return len(fields) in (_SHORT, _LONG) and fields[0] == MARKER
 
 
 def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int) -> Claim:
@@ -196,13 +205,16 @@ def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, fa
         created_at=entry_id.split(b"-")[0].decode(),
         line=str(line),
         failure=failure_text(failure),
-        finished_at=entry_id.split(b"-")[0].decode(),
+        finished_at_ms=int(entry_id.split(b"-")[0]),
     )
+
+
+pack: Final = msgspec.msgpack.Encoder().encode
 
 
 def failure_text(failure: Failure) -> str:
     """A failure as it travels."""
-    return _encode_meta(failure).decode()
+    return encode_json(failure).decode()
 
 
 def malformed(reason: str) -> Failure:
@@ -243,8 +255,8 @@ def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
         raise Malformed(f"{name.decode()} is no UTF-8: {exc}") from exc
 
 
-def dead_letter_fields(job_id: str, body: Body, failure: Failure, dlq_id: str) -> bytes:
-    """What `stream:dlq` says of a job (requirement D2), packed for Lua, which adds `failed_at`."""
+def dead_letter_fields(job_id: str, body: Body, failure: Failure, dlq_id: str) -> list[str]:
+    """What `stream:dlq` says of a job (requirement D2); the script adds `failed_at`."""
     meta = meta_from(body.meta)
     fields = {
         "task_id": job_id,
@@ -261,7 +273,7 @@ def dead_letter_fields(job_id: str, body: Body, failure: Failure, dlq_id: str) -
         "idempotency_key": body.idempotency_key,
         "dlq_id": dlq_id,
     }
-    return msgspec.msgpack.encode([part for pair in fields.items() for part in pair])
+    return [part for pair in fields.items() for part in pair]
 
 
 def claim_body(claim: Claim, meta: Meta, attempts: int, **more: Any) -> Body:
@@ -285,8 +297,8 @@ def view_of_body(queue: str, job_id: str, state: State, body: Body, due_ms: int)
     """A job that no message carries, as a reader sees it."""
     meta = meta_from(body.meta)
     if state is State.SUCCEEDED:
-        last = Attempt(int(body.attempts), body.worker, int(body.claimed_at), int(body.finished_at), state.value)
-        lost = meta.lost_leases + int(body.deliveries) - 1
+        last = Attempt(int(body.attempts), body.worker, body.claimed_at_ms, body.finished_at_ms, state.value)
+        lost = meta.lost_leases + body.deliveries - 1
         meta = msgspec.structs.replace(meta, lost_leases=lost, history=remember(meta.history, last))
     return JobView(
         job_id=job_id,
@@ -303,7 +315,7 @@ def view_of_body(queue: str, job_id: str, state: State, body: Body, due_ms: int)
         result=body.result.encode() if state is State.SUCCEEDED else None,
         failure=_decode_failure(body.failure) if body.failure else None,
         next_attempt_at_ms=due_ms,
-        finished_at_ms=int(body.finished_at) if state in FINAL else 0,
+        finished_at_ms=body.finished_at_ms if state in FINAL else 0,
     )
 
 

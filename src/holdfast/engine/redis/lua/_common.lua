@@ -40,13 +40,19 @@ local function in_chunks(values, call)
   end
 end
 
--- One message in a line, its header fresh. Returns the place.
+-- One message in a line, its header fresh. Returns its place. What a job does not have, its message does not say: reading
+-- eight values instead of sixteen is a third of what a claim costs.
 local function put_in_line(streams, body, state, job_id)
-  local line = tonumber(body[LINE])
-  local id = redis.call('XADD', streams[line + 1], '*',
-    'holdfast', '1 ' .. state .. ' ' .. body[ATTEMPTS] .. ' ' .. body[RETRIES] .. ' ' .. body[CREATED],
-    'task_id', job_id, 'type', body[TASK], 'payload', body[PAYLOAD], 'tenant_id', body[TENANT],
-    'idempotency_key', body[KEY], 'trace_id', body[TRACE], 'meta', body[META])
+  local line, id = tonumber(body[LINE]), nil
+  local head = '1 ' .. state .. ' ' .. body[ATTEMPTS] .. ' ' .. body[RETRIES] .. ' ' .. body[CREATED]
+  if body[TENANT] == 'default' and body[KEY] == job_id and body[TRACE] == '' and body[META] == '' then
+    id = redis.call('XADD', streams[line + 1], '*',
+      'holdfast', head, 'task_id', job_id, 'type', body[TASK], 'payload', body[PAYLOAD])
+  else
+    id = redis.call('XADD', streams[line + 1], '*',
+      'holdfast', head, 'task_id', job_id, 'type', body[TASK], 'payload', body[PAYLOAD],
+      'tenant_id', body[TENANT], 'idempotency_key', body[KEY], 'trace_id', body[TRACE], 'meta', body[META])
+  end
   return line .. ':' .. id
 end
 

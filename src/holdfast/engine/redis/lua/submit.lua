@@ -52,8 +52,13 @@ for _, i in ipairs(fresh) do
     body = cmsgpack.pack(body)
   end
   if due == '' then
-    local id = redis.call('XADD', streams[line + 1], '*', 'holdfast', head, 'task_id', job_id, 'type', task,
-      'payload', payload, 'tenant_id', tenant, 'idempotency_key', key, 'trace_id', trace, 'meta', meta)
+    local id
+    if tenant == 'default' and key == job_id and trace == '' and meta == '' then
+      id = redis.call('XADD', streams[line + 1], '*', 'holdfast', head, 'task_id', job_id, 'type', task, 'payload', payload)
+    else
+      id = redis.call('XADD', streams[line + 1], '*', 'holdfast', head, 'task_id', job_id, 'type', task,
+        'payload', payload, 'tenant_id', tenant, 'idempotency_key', key, 'trace_id', trace, 'meta', meta)
+    end
     record = line .. ':' .. id .. ' queued -'
   elseif due == 'hold' then
     state = 'waiting_approval'
