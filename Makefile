@@ -1,0 +1,53 @@
+# Every target sets up what it needs on a fresh machine: .venv, pinned dependencies and, for the targets
+# that want them, servers. Repeated runs skip what is there.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench mutants docs fmt clean
+
+BIN   := .venv/bin
+STAMP := .venv/.holdfast-stamp
+# Two processes on two cores; one file stays in one process, so that its tests keep their order.
+PYTEST_WORKERS ?= 2
+SOURCES := src tests tools examples benchmarks
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh
+	@tools/bootstrap.sh
+	@touch $@
+
+demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the way; no server needed
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
+	@$(BIN)/python tools/servers.py ensure
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --cov --cov-report=term $(ARGS)
+
+check: $(STAMP) ## formatting, lint, types, import directions, spec coverage
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.gen_docs --check
+	$(BIN)/python -m tools.check_spec_coverage
+
+bench: $(STAMP) ## speed on Redis and SQLite beside a bare Redis loop; table, JSON and plot
+	@$(BIN)/python tools/servers.py ensure
+	$(BIN)/python -m benchmarks $(ARGS)
+
+mutants: $(STAMP) ## take out each safety check in turn; the contract suite must notice
+	@$(BIN)/python tools/servers.py ensure
+	$(BIN)/python -m tools.mutants $(ARGS)
+
+docs: $(STAMP) ## write the generated parts of docs/ anew
+	$(BIN)/python -m tools.gen_docs
+
+fmt: $(STAMP) ## format, and fix what can be fixed
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean: ## remove everything that was built or downloaded
+	rm -rf .venv .servers build dist .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

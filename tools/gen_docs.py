@@ -1,0 +1,91 @@
+"""Write the generated parts of `docs/` anew, or with `--check` only say whether they are current.
+
+A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`; the rest of a page is written
+by hand and left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from holdfast.core.states import FINAL, MOVES, State, event_for, mermaid
+from tools import cli_reference
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PAGES: Final = (ROOT / "docs" / "reference" / "states.md", ROOT / "docs" / "reference" / "cli.md")
+
+_PART: Final = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def diagram() -> str:
+    """The state diagram."""
+    return f"```mermaid\n{mermaid()}\n```\n"
+
+
+def moves() -> str:
+    """Every state with the states it can go to."""
+    lines = ["| from | to |", "|---|---|"]
+    for state, targets in MOVES.items():
+        goes_to = ", ".join(f"`{target}`" for target in State if target in targets)
+        lines.append(f"| {_name(state)} | {goes_to or '– (final)'} |")
+    return "\n".join(lines) + "\n"
+
+
+def events() -> str:
+    """The event that each move leaves."""
+    lines = ["| move | event |", "|---|---|"]
+    for state, targets in MOVES.items():
+        lines += [f"| {_name(state)} → `{to}` | `{event_for(state, to)}` |" for to in State if to in targets]
+    reclaimed = event_for(State.RUNNING, State.RUNNING)
+    lines.append(f"| `running` → `running`, by another worker (a reclaim, not a change of state) | `{reclaimed}` |")
+    return "\n".join(lines) + "\n"
+
+
+def finals() -> str:
+    """The states that never change again."""
+    return ", ".join(f"`{state}`" for state in State if state in FINAL) + ".\n"
+
+
+PARTS: Final[Mapping[str, Callable[[], str]]] = {
+    "diagram": diagram,
+    "moves": moves,
+    "events": events,
+    "finals": finals,
+    "exit_codes": cli_reference.exit_codes,
+    "commands": cli_reference.commands,
+}
+
+
+def render(page: str) -> str:
+    """The page with its generated parts as they must be now."""
+    return _PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[4]}", page)
+
+
+def _name(state: State | None) -> str:
+    return f"`{state}`" if state else "(new)"
+
+
+def main(arguments: list[str]) -> int:
+    stale = []
+    for path in PAGES:
+        page = path.read_text(encoding="utf-8")
+        fresh = render(page)
+        if fresh == page:
+            continue
+        stale.append(path.relative_to(ROOT))
+        if "--check" not in arguments:
+            path.write_text(fresh, encoding="utf-8")
+    for page_path in stale:
+        print(f"{'stale' if '--check' in arguments else 'written'}: {page_path}")
+    if stale and "--check" in arguments:
+        print("run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

