@@ -1,0 +1,339 @@
+"""The app: a registry of tasks and the way in to the engine. The only place that builds adapters.
+
+An engine belongs to one event loop. The app keeps one per loop that uses it, all on the same store, and
+opens it with the first submission there; so the same app works in a web server, in its worker threads
+(`submit_sync`), and in a script that calls `asyncio.run` twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from types import MappingProxyType
+from typing import Any, Concatenate, Final, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
+
+from holdfast.clock import Clock, SystemClock
+from holdfast.core.codec import decode_json
+from holdfast.core.job import DEFAULT_QUEUE, Priority, new_job_ids
+from holdfast.core.retry import Duration, Retry, duration_ms
+from holdfast.core.verdict import OnExhausted
+from holdfast.door import Door
+from holdfast.engine.port import Engine
+from holdfast.errors import DuplicateTask, InvalidOption, PayloadTooLarge, UnknownTask
+from holdfast.handle import Job
+from holdfast.options import SubmitOptions, check_name, make_options, parse_priority
+from holdfast.settings import Settings
+from holdfast.submitter import Desk, Submitter
+from holdfast.task import Task
+from holdfast.worker.context import Context
+from holdfast.worker.plan import Plan, Policy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ExceptionTypes = type[BaseException] | tuple[type[BaseException], ...]
+
+_DEFAULT_RETRY: Final = Retry()
+
+
+class Register(Protocol):
+    """What `@app.task(…)` with arguments gives: a decorator. A first parameter of type `Context` is not submitted."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
+
+
+class Holdfast:
+    """Tasks, and where their jobs go."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        ledger: str | None = None,
+        settings: Settings | None = None,
+        clock: Clock | None = None,
+        **overrides: Any,
+    ) -> None:
+        """Settings come from the arguments, `HOLDFAST_*` and `holdfast.toml`, or ready-made as `settings`."""
+        if settings is not None and (url is not None or ledger is not None or overrides):
+            raise InvalidOption("give settings, or url and single settings, not both")
+        self.settings = settings or Settings.load(url=url, ledger=ledger, **overrides)
+        self.door = Door()
+        self._clock: Clock = clock or SystemClock()
+        self._tasks: dict[str, Task[..., Any]] = {}
+        self._plans: dict[str, Plan] = {}
+        self._lock = threading.Lock()
+        self._first: Engine | None = None
+        self._first_taken = False
+        self._links: dict[asyncio.AbstractEventLoop, _Link] = {}
+        #: The link used last; most programs have only one.
+        self._latest: _Link | None = None
+        #: Set by inline mode, which runs jobs where they are submitted.
+        self.inline_desk: Desk | None = None
+
+    @property
+    def tasks(self) -> Mapping[str, Task[..., Any]]:
+        """Registered tasks by name."""
+        return MappingProxyType(self._tasks)
+
+    @property
+    def plans(self) -> Mapping[str, Plan]:
+        """How to run them, for workers."""
+        return self._plans
+
+    # Life ------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the running event loop; opened by `open()` or the first submission."""
+        loop = _running_loop()
+        if loop is not None:
+            return self._link(loop).engine
+        with self._lock:
+            return self._first_engine()
+
+    async def open(self) -> None:
+        """Connect. Not needed before submitting, but tells at once whether the store is there."""
+        await self._link(asyncio.get_running_loop()).open()
+
+    async def close(self) -> None:
+        """Give connections of this event loop, and of the blocking door, back. The app can be used again."""
+        if self.door.opened:
+            await asyncio.to_thread(self.door.close, self._close_link)
+        await self._close_link()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def configure(self, **overrides: Any) -> None:
+        """Change settings (the URL, say) before anything has been opened."""
+        with self._lock:
+            if self._links:
+                raise InvalidOption("this app is open; settings are changed before that")
+            given = self.settings.model_dump(exclude_unset=True) | overrides
+            self.settings = Settings.load(**given)
+            self._first = None
+
+    # Tasks -----------------------------------------------------------------------------------------
+
+    @overload
+    def task(self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
+    @overload
+    def task(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, R]: ...
+    @overload
+    def task(self, function: Callable[Concatenate[Context, P], R], /) -> Task[P, R]: ...
+    @overload
+    def task(self, function: Callable[P, R], /) -> Task[P, R]: ...
+    @overload
+    def task(
+        self,
+        /,
+        *,
+        name: str | None = None,
+        queue: str = DEFAULT_QUEUE,
+        retry: Retry = _DEFAULT_RETRY,
+        timeout: Duration | None = None,
+        on_exhausted: OnExhausted | Literal["dead_letter", "suspend"] = OnExhausted.DEAD_LETTER,
+        retry_on: ExceptionTypes = (),
+        fatal_on: ExceptionTypes = (),
+        unavailable_on: ExceptionTypes = (),
+        process: bool = False,
+        priority: Priority | str = Priority.NORMAL,
+    ) -> Register: ...
+
+    def task(
+        self,
+        function: Callable[..., Any] | None = None,
+        /,
+        *,
+        name: str | None = None,
+        queue: str = DEFAULT_QUEUE,
+        retry: Retry = _DEFAULT_RETRY,
+        timeout: Duration | None = None,
+        on_exhausted: OnExhausted | Literal["dead_letter", "suspend"] = OnExhausted.DEAD_LETTER,
+        retry_on: ExceptionTypes = (),
+        fatal_on: ExceptionTypes = (),
+        unavailable_on: ExceptionTypes = (),
+        process: bool = False,
+        priority: Priority | str = Priority.NORMAL,
+    ) -> Any:
+        """Register a function, `async` or not. Used as `@app.task` or `@app.task(…)`.
+
+        `name` fixes its name on the wire (default: the function's). `timeout` ends a run that takes longer,
+        as a failure that retries. `retry_on`: only these exceptions retry; `fatal_on`: these never do;
+        `unavailable_on`: these mean that a dependency is down, and use up no retries. `on_exhausted`: where
+        a job goes that failed for good. `process=True` runs it in a child process, which can be killed.
+        """
+        policy = Policy(
+            retry=_checked_retry(retry),
+            timeout_ms=_timeout_ms(timeout),
+            on_exhausted=_on_exhausted(on_exhausted),
+            retry_on=_exception_types(retry_on, "retry_on"),
+            fatal_on=_exception_types(fatal_on, "fatal_on"),
+            unavailable_on=_exception_types(unavailable_on, "unavailable_on"),
+            process=process,
+        )
+        checked_priority = parse_priority(priority)
+        if name is not None:
+            check_name(name, "a task's name")
+
+        def register(function: Callable[..., Any]) -> Task[..., Any]:
+            return self._register(function, name, check_name(queue, "queue"), policy, checked_priority)
+
+        return register if function is None else register(function)
+
+    def job(self, job_id: str, queue: str = DEFAULT_QUEUE) -> Job[Any]:
+        """A handle on a job by its id; its result comes as plain values."""
+        return Job(self, job_id, queue, duplicate=False)
+
+    async def submit_raw(self, task: str, payload: bytes, **options: Unpack[SubmitOptions]) -> Job[Any]:
+        """Submit by name, with the payload as it goes on the wire.
+
+        Checked against the task if this app has tasks; an app without any only passes on, and the worker
+        will judge.
+        """
+        known = self._tasks.get(task)
+        if known is None and self._tasks:
+            raise UnknownTask(task, tuple(self._tasks))
+        limit = self.settings.payload_limit
+        if len(payload) > limit:
+            raise PayloadTooLarge(f"the payload of task {task!r}", len(payload), limit)
+        if known is None:
+            decode_json(payload, f"the payload of task {check_name(task, 'task')!r}")
+        else:
+            known.plan.decode(payload)
+        queue, priority = (DEFAULT_QUEUE, Priority.NORMAL) if known is None else (known.queue, known.priority)
+        chosen = make_options(options, queue=queue, priority=priority, payload_limit=limit)
+        receipt = await (await self.desk()).submit(chosen.envelope(new_job_ids(1)[0], task, payload))
+        return Job(self, receipt.job_id, chosen.queue, receipt.duplicate)
+
+    async def desk(self) -> Desk:
+        """Where jobs are handed in, on this event loop."""
+        if self.inline_desk is not None:
+            return self.inline_desk
+        loop, link = asyncio.get_running_loop(), self._latest
+        if link is None or link.loop is not loop:
+            link = self._latest = self._link(loop)
+        if link.submitter is None:
+            await link.open()
+        return link.submitter or await self.desk()
+
+    def _register(
+        self, function: Callable[..., Any], name: str | None, queue: str, policy: Policy, priority: Priority
+    ) -> Task[..., Any]:
+        if not inspect.isroutine(function):
+            raise InvalidOption(f"@app.task decorates a function, not {function!r}")
+        if name is None and function.__name__ == "<lambda>":
+            raise InvalidOption("a lambda has no name that a worker could know it by; give it one: app.task(name=…)")
+        name = name or check_name(function.__name__, "a task's name")
+        if name in self._tasks:
+            raise DuplicateTask(name)
+        limit = self.settings.payload_limit
+        plan = Plan(name, function, policy, limit)
+        options = make_options({}, queue=queue, priority=priority, payload_limit=limit)
+        task: Task[..., Any] = Task(self, plan, options, priority)
+        self._tasks[name] = task
+        self._plans[name] = plan
+        return task
+
+    # Engines, one per event loop ---------------------------------------------------------------------
+
+    def _link(self, loop: asyncio.AbstractEventLoop) -> _Link:
+        with self._lock:
+            link = self._links.get(loop)
+            if link is None:
+                for gone in [other for other in self._links if other.is_closed()]:
+                    del self._links[gone]
+                link = self._links[loop] = _Link(loop, self._next_engine())
+            return link
+
+    def _next_engine(self) -> Engine:
+        # The first engine serves the first loop; every further loop gets a sibling on the same store.
+        first = self._first_engine()
+        if not self._first_taken:
+            self._first_taken = True
+            return first
+        return first.sibling()
+
+    def _first_engine(self) -> Engine:
+        if self._first is None:
+            # Here, so that an app on SQLite does not load the Redis client.
+            from holdfast.engine.factory import build_engine
+
+            self._first = build_engine(self.settings, self._clock)
+            self._first_taken = False
+        return self._first
+
+    async def _close_link(self) -> None:
+        with self._lock:
+            link = self._links.pop(asyncio.get_running_loop(), None)
+            self._latest = None
+        if link is not None:
+            await link.engine.close()
+
+
+class _Link:
+    """An event loop, its engine, and its desk once the engine is open."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+        self.loop = loop
+        self.engine = engine
+        self.submitter: Submitter | None = None
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> None:
+        async with self._opening:
+            if self.submitter is None:
+                await self.engine.open()
+                self.submitter = Submitter(self.engine)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _checked_retry(retry: Retry) -> Retry:
+    if not isinstance(retry, Retry):
+        raise InvalidOption(f"retry must be a Retry(…), not {retry!r}")
+    return retry
+
+
+def _timeout_ms(timeout: Duration | None) -> int | None:
+    if timeout is None:
+        return None
+    timeout_ms = duration_ms(timeout, "timeout")
+    if timeout_ms == 0:
+        raise InvalidOption("timeout must be more than 0; leave it out for no limit")
+    return timeout_ms
+
+
+def _on_exhausted(value: OnExhausted | str) -> OnExhausted:
+    try:
+        return OnExhausted(value)
+    except ValueError as exc:
+        raise InvalidOption(f"on_exhausted must be dead_letter or suspend, not {value!r}") from exc
+
+
+def _exception_types(given: ExceptionTypes, what: str) -> tuple[type[BaseException], ...]:
+    types = given if isinstance(given, tuple) else (given,)
+    item: object
+    for item in types:
+        if not (isinstance(item, type) and issubclass(item, BaseException)):
+            raise InvalidOption(f"{what} takes exception types, not {item!r}")
+    return types

@@ -1,0 +1,1 @@
+"""The command line: parses, asks the engine or the app, prints. It decides nothing itself."""

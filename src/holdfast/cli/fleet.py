@@ -1,0 +1,55 @@
+"""`holdfast worker --processes N`: the same call once more for each process, kept running by the supervisor."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.app import Holdfast
+from holdfast.cli.command import Connection
+from holdfast.cli.redact import redact
+from holdfast.cli.signals import on_signals
+from holdfast.worker.supervisor import Supervisor
+
+_log: Final = logging.getLogger("holdfast.cli")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCall:
+    """What a person asked of `holdfast worker`, beside how many."""
+
+    at: Connection
+    app: str
+    queues: list[str] | None
+    concurrency: int | None
+    upkeep: bool
+    name: str | None
+    log_json: bool
+    log_level: str
+
+    def words(self) -> list[str]:
+        """The call for one process."""
+        given = {
+            "--url": self.at.url,
+            "--namespace": self.at.namespace,
+            "--concurrency": self.concurrency,
+            "--name": self.name,
+            "--log-level": self.log_level,
+        }
+        words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
+        words += [word for queue in self.queues or [] for word in ("--queue", queue)]
+        words += [] if self.upkeep else ["--no-upkeep"]
+        words += ["--log-json"] if self.log_json else []
+        return [sys.executable, "-m", "holdfast", "worker", self.app, *words]
+
+
+async def supervise(app: Holdfast, call: WorkerCall, processes: int) -> None:
+    """Run them until told to stop. An app or engine that is not there is told here, once."""
+    async with app:
+        _log.info("supervisor started %d worker processes on %s", processes, redact(app.settings.url))
+    supervisor = Supervisor(call.words(), processes, app.settings.drain_grace_s)
+    with on_signals(supervisor.stop):
+        await supervisor.run()
+    _log.info("all worker processes have ended")

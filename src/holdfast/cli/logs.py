@@ -1,0 +1,52 @@
+"""Logs of the long-running commands: to stderr, for a person or as one JSON object a line, never a password."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.logging import RichHandler
+
+from holdfast.cli.format import iso
+from holdfast.cli.redact import redact
+
+#: What every record has; the rest was given by the caller with `extra=`.
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: at, level, logger, message, then what the caller added."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "at": iso(round(record.created * 1000)),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        if record.exc_info:
+            line["stack"] = self.formatException(record.exc_info)
+        return redact(msgspec.json.encode(line, enc_hook=str).decode())
+
+
+class Plain(logging.Formatter):
+    """The message alone, redacted; rich adds time and level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def log_to_stderr(level: str, *, as_json: bool) -> None:
+    """Send all logs there; JSON unless a person looks, or if told so."""
+    handler: logging.Handler
+    if as_json or not sys.stderr.isatty():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonLines())
+    else:
+        handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
+        handler.setFormatter(Plain("%(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

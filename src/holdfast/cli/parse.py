@@ -1,0 +1,70 @@
+"""Words of the command line into values: arguments of a task, durations, instants."""
+
+from __future__ import annotations
+
+import re
+import sys
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, Final
+
+from holdfast.core.codec import decode_json, encode_json
+from holdfast.errors import InvalidOption, InvalidPayload
+
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_PART: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|min|s|m|h|d)")
+
+
+class PriorityName(StrEnum):
+    """Which line a job waits in."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+def payload(document: str | None, pairs: list[str]) -> bytes:
+    """A task's arguments as JSON: a document (`-` reads stdin), or `name=value` pairs, or none at all."""
+    if document is not None and pairs:
+        raise InvalidPayload("give the arguments as one JSON document or as --arg, not both")
+    if document is None:
+        return encode_json(dict(_pair(pair) for pair in pairs), "the arguments")
+    encoded = (sys.stdin.read() if document == "-" else document).encode()
+    value = decode_json(encoded, "the arguments")
+    if not isinstance(value, dict | list):
+        raise InvalidPayload("the arguments must be a JSON object (by name) or array (by position)")
+    # As it was written: decoding and encoding again could change large numbers.
+    return encoded.strip()
+
+
+def duration(text: str, name: str) -> timedelta:
+    """`90`, `90s`, `500ms`, `5m`, `1h30m`, `2d`; a bare number is seconds."""
+    try:
+        return timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        pass
+    parts = _PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise InvalidOption(f"{name}={text!r} is no duration; write seconds, or such as 500ms, 90s, 5m, 1h30m, 2d")
+    return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
+
+
+def moment(text: str, name: str) -> datetime:
+    """An instant in ISO 8601 with its offset from UTC."""
+    try:
+        value = datetime.fromisoformat(text)
+    except ValueError as exc:
+        raise InvalidOption(f"{name}={text!r} is no instant; write such as 2030-01-31T08:00:00Z") from exc
+    if value.tzinfo is None:
+        raise InvalidOption(f"{name}={text!r} has no time zone; write {text}Z for UTC, or {text}+02:00")
+    return value
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InvalidPayload(f"--arg {text!r} must be name=value")
+    try:
+        return name, decode_json(value.encode(), "value")
+    except InvalidPayload:
+        return name, value

@@ -1,0 +1,199 @@
+"""`holdfast dev`, `worker` and `upkeep`: the commands that stay."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import Annotated, Final
+
+import typer
+
+from holdfast.app import Holdfast
+from holdfast.cli.command import Connection, command
+from holdfast.cli.fleet import WorkerCall, supervise
+from holdfast.cli.logs import log_to_stderr
+from holdfast.cli.output import note
+from holdfast.cli.redact import redact
+from holdfast.cli.signals import on_signals
+from holdfast.cli.stage import Stage
+from holdfast.core.job import DEFAULT_QUEUE
+from holdfast.upkeep.upkeep import Upkeep
+from holdfast.worker.worker import Worker
+
+_log: Final = logging.getLogger("holdfast.cli")
+
+
+class Level(StrEnum):
+    """How much to log."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+App = Annotated[str, typer.Argument(metavar="APP", help="The app: module:app or file.py:app.", show_default=False)]
+WorkQueues = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--queue",
+        "-q",
+        metavar="NAME",
+        help="Serve this queue; may be repeated. Default: every queue that a task of the app names, and 'default'.",
+        show_default=False,
+    ),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        "--concurrency",
+        "-c",
+        min=1,
+        help="Jobs at a time in each process. Default: HOLDFAST_CONCURRENCY, then 100.",
+        show_default=False,
+    ),
+]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines, at a terminal too.")]
+LogLevel = Annotated[Level, typer.Option("--log-level", help="How much to log.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    command(app, "dev", examples=("holdfast dev orders.py:app", "holdfast dev shop.tasks:app --concurrency 4"))(dev)
+    command(
+        app,
+        "worker",
+        examples=(
+            "holdfast worker shop.tasks:app",
+            "holdfast worker shop.tasks:app --concurrency 50 --processes 4 --queue mail --queue default",
+            "holdfast worker orders.py:app --url redis://127.0.0.1:6379/0 --name blue --no-upkeep",
+        ),
+    )(worker)
+    command(
+        app,
+        "upkeep",
+        examples=("holdfast upkeep", "holdfast upkeep shop.tasks:app", "holdfast upkeep --queue mail --queue default"),
+    )(upkeep)
+
+
+async def dev(
+    at: Connection,
+    app: App,
+    queue: WorkQueues = None,
+    concurrency: Concurrency = None,
+    log_level: LogLevel = Level.WARNING,
+) -> None:
+    """Everything in one process, for your desk: works on jobs, does the upkeep, and shows what happens.
+
+    Ctrl-C finishes what runs and ends; a second Ctrl-C hurries.
+    """
+    log_to_stderr(log_level, as_json=False)
+    async with at.app(app) as holdfast:
+        queues = _queues(holdfast, queue)
+        worker = Worker(holdfast, queues=queues, concurrency=concurrency)
+        note(f"holdfast dev · {redact(holdfast.settings.url)} · queues {', '.join(queues)}")
+        note(f"tasks: {', '.join(sorted(holdfast.tasks)) or 'none'}")
+        note("ready; submit from your code or with `holdfast submit`, Ctrl-C ends")
+        async with Stage(holdfast.engine, queues):
+            with on_signals(worker.drain):
+                await worker.run()
+        note("drained; nothing is lost, open jobs wait for the next start")
+
+
+async def worker(
+    at: Connection,
+    app: App,
+    queue: WorkQueues = None,
+    concurrency: Concurrency = None,
+    processes: Annotated[int, typer.Option("--processes", "-p", min=1, help="Worker processes.")] = 1,
+    no_upkeep: Annotated[
+        bool, typer.Option("--no-upkeep", help="Leave promoting and pruning to other processes.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option(help="Begins the worker's name in logs and histories.", show_default=False)
+    ] = None,
+    log_json: LogJson = False,
+    log_level: LogLevel = Level.INFO,
+) -> None:
+    """Work on jobs until told to stop.
+
+    SIGTERM or Ctrl-C drains: takes nothing new, finishes what runs within the grace time
+    (HOLDFAST_DRAIN_GRACE_S), gives back the rest and ends with exit code 0. A second signal hurries.
+    """
+    log_to_stderr(log_level, as_json=log_json)
+    holdfast = at.app(app)
+    if processes > 1:
+        call = WorkerCall(
+            at=at,
+            app=app,
+            queues=queue,
+            concurrency=concurrency,
+            upkeep=not no_upkeep,
+            name=name,
+            log_json=log_json,
+            log_level=log_level,
+        )
+        await supervise(holdfast, call, processes)
+        return
+    async with holdfast:
+        queues = _queues(holdfast, queue)
+        work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
+        _announce(holdfast, work, queues)
+        with on_signals(work.drain):
+            ended = await work.run()
+    _log.info("worker %s ended: %s", work.incarnation, ended, extra={"incarnation": work.incarnation})
+
+
+async def upkeep(
+    at: Connection,
+    app: Annotated[str | None, typer.Argument(metavar="APP", help="Take its queues.", show_default=False)] = None,
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--queue",
+            "-q",
+            metavar="NAME",
+            help="Keep this queue; may be repeated. Default: the app's queues, or all that have ever had a job.",
+            show_default=False,
+        ),
+    ] = None,
+    log_json: LogJson = False,
+    log_level: LogLevel = Level.INFO,
+) -> None:
+    """Promote, reclaim and prune, without working on jobs.
+
+    Workers do this by themselves; it is for when they run with --no-upkeep, or while none runs.
+    """
+    log_to_stderr(log_level, as_json=log_json)
+    holdfast = at.app(app) if app else Holdfast(settings=at.settings())
+    async with holdfast:
+        queues = _queues(holdfast, queue) if app or queue else []
+        keeper = Upkeep(holdfast.engine, queues, holdfast.settings)
+        _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
+        with on_signals(keeper.stop):
+            await keeper.run()
+    _log.info("upkeep ended")
+
+
+def _queues(app: Holdfast, asked: list[str] | None) -> list[str]:
+    if asked:
+        return list(dict.fromkeys(asked))
+    return sorted({DEFAULT_QUEUE} | {task.queue for task in app.tasks.values()})
+
+
+def _announce(app: Holdfast, worker: Worker, queues: list[str]) -> None:
+    """The one line that says who started."""
+    facts = {
+        "incarnation": worker.incarnation,
+        "engine": redact(app.settings.url),
+        "queues": queues,
+        "tasks": sorted(app.tasks),
+    }
+    _log.info(
+        "worker %s started on %s: queues %s, tasks %s",
+        facts["incarnation"],
+        facts["engine"],
+        ", ".join(queues),
+        ", ".join(sorted(app.tasks)) or "none",
+        extra=facts,
+    )

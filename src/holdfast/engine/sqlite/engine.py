@@ -1,0 +1,357 @@
+"""The embedded engine's face: the port's methods on one side, the writer and reader threads on the other.
+
+What is asked for is cut into steps (one queue, at most `MAX_BATCH` jobs), each a function of this package that runs in
+the writer's transaction; the answer comes back to this event loop after the commit. Waiting costs nothing: the
+writer rings a bell here when a commit brings work, in this process or in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from os import PathLike, fspath
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from holdfast.clock import Clock, SystemClock
+from holdfast.core.job import Claim, Envelope, JobView, Lease, Receipt
+from holdfast.core.states import FINAL, State
+from holdfast.core.verdict import Answer, Settlement
+from holdfast.engine.port import (
+    MAX_BATCH,
+    Cancelled,
+    Control,
+    Controlled,
+    Due,
+    Engine,
+    EngineOptions,
+    FeedEntry,
+    Finding,
+    Notice,
+    Promotion,
+    QueueStats,
+)
+from holdfast.engine.sqlite import claims, intake, operating, settling, upkeep
+from holdfast.engine.sqlite.doctor import examine
+from holdfast.engine.sqlite.policy import Policy
+from holdfast.engine.sqlite.rows import CONTROL, EVENT_ROWS, INSTANT, NAMES, VIEW_ROWS, WORK_ROWS, as_entries
+from holdfast.engine.sqlite.store import Place, Store
+from holdfast.engine.sqlite.tally import count_answers
+from holdfast.engine.sqlite.transaction import json_list
+from holdfast.errors import IntakeRefused, TransitionInvalid
+from holdfast.observe.counts import Counts
+
+T = TypeVar("T")
+
+#: How often to look at the engine's clock while a job is known to fall due: it may be a test's.
+_TICK_S: Final = 0.05
+
+_STATS: Final = msgspec.json.Decoder(tuple[list[tuple[State, int]], int, int, int, int])
+_NOTICES: Final = msgspec.json.Decoder(list[tuple[int, str, str, int]])
+
+
+class SqliteEngine(Engine):
+    """Decides, in one SQLite file. `":memory:"` is a temporary file of its own, gone with the engine."""
+
+    def __init__(
+        self, path: str | PathLike[str], options: EngineOptions, clock: Clock | None = None, stream_dlq: bool = True
+    ) -> None:
+        self._set_up(Place(fspath(path)), Policy(options, clock or SystemClock(), stream_dlq))
+
+    def _set_up(self, place: Place, policy: Policy) -> None:
+        self.options = policy.options
+        self.counts = Counts()
+        self._policy = policy
+        self._store = Store(place)
+        self._turn = 0
+        #: When a worker was last entered as reading from a queue.
+        self._entered: dict[tuple[str, str], int] = {}
+        #: The last notice heard, of each queue and at the beginning.
+        self._heard: dict[str, int] = {}
+        self._heard_first = 0
+
+    # Life ------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if self._store.is_open:
+            return
+        await self._store.open()
+        (last,) = await self._store.reader.rows("last_notice", INSTANT)
+        self._heard_first = last or 0
+
+    async def close(self) -> None:
+        await self._store.close()
+
+    def sibling(self) -> SqliteEngine:
+        twin = SqliteEngine.__new__(SqliteEngine)
+        twin._set_up(self._store.place, self._policy)
+        return twin
+
+    # A job's life ----------------------------------------------------------------------------------
+
+    async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        for envelope in envelopes:
+            intake.check_envelope(envelope)
+        steps = _steps([envelope.queue for envelope in envelopes])
+        batches = [[envelopes[at] for at in places] for _, places in steps]
+        answers = await _all(self._submit_batch(queue, batch) for (queue, _), batch in zip(steps, batches, strict=True))
+        return _in_order(steps, answers)
+
+    async def _submit_batch(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        try:
+            receipts = await self._store.write(intake.submit, self._policy, queue, envelopes)
+        except IntakeRefused:
+            self.counts.intake_refused += len(envelopes)
+            raise
+        duplicates = sum(receipt.duplicate for receipt in receipts)
+        self.counts.duplicates += duplicates
+        self.counts.submitted += len(receipts) - duplicates
+        return receipts
+
+    async def claim(self, worker: str, queues: Sequence[str], limit: int, wait_ms: int) -> list[Claim]:
+        limit = min(limit, MAX_BATCH)
+        if limit <= 0 or not queues:
+            return []
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_ms / 1000
+        with self._store.waiters.for_work(queues) as bell:
+            while True:
+                bell.clear()
+                found = await self._claim_now(worker, queues, limit)
+                if found.claims or loop.time() >= deadline:
+                    return found.claims
+                while not bell.is_rung and loop.time() < deadline and not self._is_due(found.next_due_at_ms):
+                    left_s = deadline - loop.time()
+                    await bell.wait(min(left_s, _TICK_S) if found.next_due_at_ms else left_s)
+
+    async def _claim_now(self, worker: str, queues: Sequence[str], limit: int) -> claims.Found:
+        self._turn += 1
+        # Every queue is first at times, so that a busy one does not starve the others.
+        start = self._turn % len(queues)
+        order = [*queues[start:], *queues[:start]]
+        unseen = self._unseen(worker, queues)
+        found = await self._store.write(
+            claims.claim, self._policy, worker, order, limit, self._turn - 1, unseen, lazy=True
+        )
+        now_ms = self._policy.clock.now_ms()
+        self._entered |= {(worker, queue): now_ms for queue in unseen}
+        self.counts.claimed += len(found.claims)
+        self.counts.promoted += found.promoted
+        return found
+
+    def _unseen(self, worker: str, queues: Sequence[str]) -> list[str]:
+        """Queues in which this worker should be entered (again)."""
+        since = self._policy.clock.now_ms() - self.options.visibility_timeout_ms
+        return [queue for queue in queues if self._entered.get((worker, queue), since) <= since]
+
+    def _is_due(self, at_ms: int) -> bool:
+        return 0 < at_ms <= self._policy.clock.now_ms()
+
+    async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
+        found: list[Claim] = []
+        for queue in queues:
+            rows = await self._store.reader.rows("leased", WORK_ROWS, queue=queue, worker=worker)
+            found += [row.as_claim(queue) for row in rows]
+        return [claim for claim in found if claim.lease.token not in held]
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
+        steps = _steps([settlement.claim.queue for settlement in settlements])
+        batches = [[settlements[at] for at in places] for _, places in steps]
+        answers = _in_order(
+            steps,
+            await _all(
+                self._store.write(settling.settle, self._policy, queue, batch)
+                for (queue, _), batch in zip(steps, batches, strict=True)
+            ),
+        )
+        count_answers(self.counts, settlements, answers)
+        return answers
+
+    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        lost: list[Lease] = []
+        for start in range(0, len(leases), MAX_BATCH):
+            lost += await self._store.write(claims.renew, self._policy, leases[start : start + MAX_BATCH])
+        self.counts.leases_lost += len(lost)
+        return lost
+
+    async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
+        promotion = await self._store.write(
+            claims.promote, self._policy, list(queues), min(limit, MAX_BATCH), lazy=True
+        )
+        self.counts.promoted += promotion.count
+        return promotion
+
+    async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
+        taken = await self._store.write(
+            claims.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), lazy=True
+        )
+        self.counts.reclaimed += taken.reclaimed
+        self.counts.claimed += len(taken.claims) - taken.reclaimed
+        self.counts.poisoned += taken.poisoned
+        return taken.claims
+
+    async def leave(self, worker: str, queues: Sequence[str]) -> None:
+        await self._store.write(upkeep.leave, worker, list(queues))
+        for queue in queues:
+            self._entered.pop((worker, queue), None)
+
+    # Operators -------------------------------------------------------------------------------------
+
+    async def move(
+        self, queue: str, job_id: str, to: State, *, actor: str, reason: str, expected: State | None = None
+    ) -> State:
+        try:
+            return await self._store.write(operating.move, self._policy, queue, job_id, to, actor, reason, expected)
+        except TransitionInvalid:
+            self.counts.illegal_moves += 1
+            raise
+
+    async def control(self, queue: str) -> Control:
+        return (await self._store.reader.rows("control", CONTROL, queue=queue)).as_control()
+
+    async def set_control(self, queue: str, control: Control) -> None:
+        await self._store.write(operating.set_control, queue, control)
+
+    # Readers ---------------------------------------------------------------------------------------
+
+    async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobView | None]:
+        rows = await self._store.reader.rows(
+            "get", VIEW_ROWS, queue=queue, ids=json_list(list(job_ids)), expired=self._expired_ms()
+        )
+        views = {row.job_id: row.as_view() for row in rows}
+        return [views.get(job_id) for job_id in job_ids]
+
+    async def find(self, queue: str, states: Collection[State], limit: int) -> list[JobView]:
+        rows = await self._store.reader.rows(
+            "find",
+            VIEW_ROWS,
+            queue=queue,
+            states=json_list([state.value for state in states]),
+            limit=max(0, limit),
+            expired=self._expired_ms(),
+        )
+        return [row.as_view() for row in rows]
+
+    def _expired_ms(self) -> int:
+        return self._policy.clock.now_ms() - self.options.finished_ttl_ms
+
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobView | None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_ms / 1000
+        with self._store.waiters.for_end(queue, job_id) as bell:
+            while True:
+                bell.clear()
+                (view,) = await self.get(queue, [job_id])
+                if view is None or view.state in FINAL or loop.time() >= deadline:
+                    return view
+                await bell.wait(deadline - loop.time())
+
+    async def stats(self, queue: str) -> QueueStats:
+        now_ms = self._policy.clock.now_ms()
+        states, delayed, workers, entries, dead = await self._store.reader.rows(
+            "stats", _STATS, queue=queue, now=now_ms
+        )
+        counts: dict[State, int] = {}
+        for state, count in states:
+            counts[state] = counts.get(state, 0) + count
+        return QueueStats(
+            queue=queue,
+            states=counts,
+            delayed=delayed,
+            control=await self.control(queue),
+            workers=workers,
+            feed_entries=entries,
+            dead_letters=dead,
+        )
+
+    async def queues(self) -> list[str]:
+        return await self._store.reader.rows("queues", NAMES)
+
+    async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_ms / 1000
+        with self._store.waiters.for_notices(queues) as bell:
+            while True:
+                bell.clear()
+                notices = [notice for queue in queues for notice in await self._hear(queue)]
+                if notices or loop.time() >= deadline:
+                    return notices
+                await bell.wait(deadline - loop.time())
+
+    async def _hear(self, queue: str) -> list[Notice]:
+        after = self._heard.get(queue, self._heard_first)
+        rows = await self._store.reader.rows("notices", _NOTICES, queue=queue, after=after)
+        if rows:
+            self._heard[queue] = rows[-1][0]
+        return [_notice(queue, kind, job_id, at_ms) for _, kind, job_id, at_ms in rows]
+
+    async def now_ms(self) -> int:
+        return self._policy.clock.now_ms()
+
+    async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
+        place = self._store.place
+        return await self._store.reader.ask(
+            lambda connection: examine(connection, place.path, durable=not place.temporary)
+        )
+
+    # The ledger's end ------------------------------------------------------------------------------
+
+    async def register_reader(self, queue: str) -> None:
+        await self._store.write(upkeep.register_reader, self._policy, queue)
+
+    async def feed(self, queue: str, after: str, limit: int) -> list[FeedEntry]:
+        position = upkeep.parse_position(after)
+        rows = await self._store.reader.rows("feed", EVENT_ROWS, queue=queue, after=position, limit=max(0, limit))
+        return as_entries(rows)
+
+    async def forget(self, queue: str, position: str) -> None:
+        await self._store.write(upkeep.forget, queue, position)
+
+    async def prune(self, queues: Sequence[str]) -> int:
+        count = 0
+        for queue in queues:
+            for step in (upkeep.prune_jobs, upkeep.prune_keys):
+                while gone := await self._store.write(step, self._policy, queue, lazy=True):
+                    count += gone
+                    if gone < upkeep.PRUNE_BATCH:
+                        break
+            count += await self._store.write(upkeep.prune_rest, self._policy, queue)
+        return count
+
+
+def _notice(queue: str, kind: str, job_id: str, at_ms: int) -> Notice:
+    if kind == "cancelled":
+        return Cancelled(queue, job_id)
+    if kind == "due":
+        return Due(queue, at_ms)
+    return Controlled(queue)
+
+
+def _steps(queues: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Which places of a batch go together: one queue, at most `MAX_BATCH`, in order."""
+    by_queue: dict[str, list[int]] = {}
+    for at, queue in enumerate(queues):
+        by_queue.setdefault(queue, []).append(at)
+    return [
+        (queue, places[start : start + MAX_BATCH])
+        for queue, places in by_queue.items()
+        for start in range(0, len(places), MAX_BATCH)
+    ]
+
+
+async def _all(steps: Any) -> list[Any]:
+    """All of them at once, so that they share a commit; the first error once all have ended."""
+    results = await asyncio.gather(*steps, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _in_order(steps: Sequence[tuple[str, Sequence[int]]], answers: Sequence[Sequence[T]]) -> list[T]:
+    """The answers of the steps, each in its place."""
+    placed: dict[int, T] = {}
+    for (_, places), step in zip(steps, answers, strict=True):
+        placed.update(zip(places, step, strict=True))
+    return [placed[at] for at in range(len(placed))]

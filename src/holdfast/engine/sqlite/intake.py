@@ -1,0 +1,153 @@
+"""submit: new jobs of one queue, in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from holdfast.core.job import Envelope, Priority, Receipt
+from holdfast.core.states import State
+from holdfast.engine.sqlite.journal import Journal, notify_due
+from holdfast.engine.sqlite.policy import Policy
+from holdfast.engine.sqlite.rows import encode_meta
+from holdfast.engine.sqlite.transaction import Transaction, Value, expect, json_list
+from holdfast.errors import IntakeRefused, InvalidOption, InvalidPayload
+
+_PRIORITIES: Final = frozenset(int(priority) for priority in Priority)
+
+
+class KnownJob(msgspec.Struct, array_like=True, frozen=True):
+    job_id: str
+    tenant_id: str
+    keyless: bool
+    over: bool
+
+
+class KnownKey(msgspec.Struct, array_like=True, frozen=True):
+    tenant_id: str
+    key: str
+    job_id: str
+    expired: bool
+
+
+class Known(msgspec.Struct, array_like=True, frozen=True):
+    intake_paused: int
+    unread_bytes: int | None
+    jobs: list[KnownJob]
+    keys: list[KnownKey]
+
+
+_KNOWN: Final = msgspec.json.Decoder(Known)
+
+
+def submit(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    """One receipt each; raises `IntakeRefused` and keeps nothing if the queue takes no jobs."""
+    now_ms = policy.clock.now_ms()
+    known = _look_up(transaction, policy, queue, envelopes, now_ms)
+    _check_intake(known, policy, queue)
+    receipts, accepted = _sort_out(known, envelopes)
+    if accepted:
+        _write(transaction, policy, queue, accepted, now_ms)
+    return receipts
+
+
+def text_of(payload: bytes) -> str:
+    """A payload as it is stored: JSON is text."""
+    try:
+        return payload.decode()
+    except UnicodeDecodeError as exc:
+        raise InvalidPayload(f"the payload is no JSON: it is not UTF-8 ({exc.reason} at byte {exc.start})") from exc
+
+
+def check_envelope(envelope: Envelope) -> None:
+    """What the store could not keep, or would never hand out, is refused before anything is written."""
+    if envelope.meta.priority not in _PRIORITIES:
+        raise InvalidOption(f"priority {envelope.meta.priority!r} is none of {sorted(_PRIORITIES)}")
+    text_of(envelope.payload)
+
+
+def _look_up(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequence[Envelope], now_ms: int) -> Known:
+    names = [envelope.job_id for envelope in envelopes]
+    names += [envelope.idempotency_key for envelope in envelopes if envelope.idempotency_key]
+    return transaction.rows(
+        "known",
+        _KNOWN,
+        queue=queue,
+        now=now_ms,
+        window=policy.options.idempotency_window_ms,
+        names=json_list(names),
+        tenants=json_list(list({envelope.tenant_id for envelope in envelopes})),
+    )
+
+
+def _check_intake(known: Known, policy: Policy, queue: str) -> None:
+    if known.intake_paused:
+        raise IntakeRefused(queue, "an operator has paused its intake; try again once it goes on")
+    limit = policy.options.feed_max_bytes
+    if known.unread_bytes is not None and known.unread_bytes > limit:
+        raise IntakeRefused(queue, f"its feed holds more than {limit:,} unread bytes; see why the ledger is behind")
+
+
+def _sort_out(known: Known, envelopes: Sequence[Envelope]) -> tuple[list[Receipt], list[Envelope]]:
+    """Which are new, which are there already under their id (a resend) or their key (a duplicate)."""
+    ids = {job.job_id for job in known.jobs}
+    firsts = {(job.tenant_id, job.job_id): job.job_id for job in known.jobs if job.keyless and not job.over}
+    firsts |= {(key.tenant_id, key.key): key.job_id for key in known.keys if not key.expired}
+    receipts, accepted = [], []
+    for envelope in envelopes:
+        job_id = envelope.job_id
+        key = (envelope.tenant_id, envelope.idempotency_key or job_id)
+        if job_id in ids:
+            receipts.append(Receipt(job_id))
+        elif key in firsts:
+            receipts.append(Receipt(firsts[key], duplicate=firsts[key] != job_id))
+        else:
+            ids.add(job_id)
+            firsts[key] = job_id
+            accepted.append(envelope)
+            receipts.append(Receipt(job_id))
+    return receipts, accepted
+
+
+def _write(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequence[Envelope], now_ms: int) -> None:
+    rows = [_job_row(envelope, now_ms) for envelope in envelopes]
+    last, count = transaction.bulk("submit", rows, before=(now_ms, now_ms, queue))
+    expect(count, len(rows), "submit")
+    keys = [(each.tenant_id, each.idempotency_key, each.job_id) for each in envelopes if each.idempotency_key]
+    if keys:
+        expires_at = now_ms + policy.options.idempotency_window_ms
+        transaction.bulk("submit_keys", keys, before=(queue, expires_at))
+    transaction.run("use_queue", queue=queue)
+    journal = Journal(transaction, queue, policy.options.feed_limit)
+    size = sum(len(envelope.payload) for envelope in envelopes)
+    journal.wrote(*transaction.add("submit_events", first=last - count + 1, last=last), size)
+    journal.close()
+    transaction.effects.ready.add(queue)
+    # In place 10 of a row: when a delayed job is due.
+    dues = [row[10] for row in rows if row[10] is not None]
+    if dues:
+        notify_due(transaction, queue, min(int(due) for due in dues))
+
+
+def _job_row(envelope: Envelope, now_ms: int) -> tuple[Value, ...]:
+    due_at_ms = max(envelope.run_at_ms, now_ms + envelope.delay_ms if envelope.delay_ms > 0 else 0)
+    run_at = due_at_ms if due_at_ms > now_ms else None
+    in_line = not envelope.hold and run_at is None
+    meta = envelope.meta
+    return (
+        envelope.job_id,
+        envelope.tenant_id,
+        envelope.task,
+        State.WAITING_APPROVAL.value if envelope.hold else State.QUEUED.value,
+        int(meta.priority),
+        envelope.idempotency_key,
+        envelope.trace_id,
+        meta.dlq_id or None,
+        run_at,
+        now_ms if in_line else None,
+        None if envelope.hold else run_at,
+        encode_meta(meta),
+        envelope.payload.decode(),
+    )

@@ -1,0 +1,267 @@
+"""What comes out of the statements, typed, and how it becomes claims, views and events.
+
+The rows are JSON arrays; the order of their fields is that of the SELECT which gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.job import EMPTY_META, Claim, Event, Failure, JobView, Lease, Meta
+from holdfast.core.states import State
+from holdfast.core.verdict import Answer
+from holdfast.engine.port import Control, FeedEntry
+
+
+class WorkRow(msgspec.Struct, array_like=True, frozen=True):
+    """A job with everything that a worker or a move needs."""
+
+    id: int
+    job_id: str
+    job_type: str
+    tenant_id: str
+    idempotency_key: str
+    trace_id: str
+    state: State
+    attempt: int
+    place: int
+    deliveries: int
+    worker: str | None
+    claimed_at: int | None
+    created_at: int
+    run_at: int | None
+    last_seq: int
+    payload: str
+    meta: str | None
+
+    def as_claim(self, queue: str) -> Claim:
+        """As it is leased now."""
+        lease = Lease(queue, self.job_id, f"{self.id}.{self.place}", self.deliveries, self.worker or "")
+        return self._claim(lease, self.attempt, self.claimed_at or 0)
+
+    def as_started(self, queue: str, worker: str, now_ms: int) -> Claim:
+        """As `start.sql` leases it."""
+        return self._claim(
+            Lease(queue, self.job_id, f"{self.id}.{self.place + 1}", 1, worker), self.attempt + 1, now_ms
+        )
+
+    def as_reclaimed(self, queue: str, worker: str, now_ms: int) -> Claim:
+        """As `reclaim.sql` leases it."""
+        lease = Lease(queue, self.job_id, f"{self.id}.{self.place}", self.deliveries + 1, worker)
+        return self._claim(lease, self.attempt + 1, now_ms)
+
+    def _claim(self, lease: Lease, attempt: int, claimed_at_ms: int) -> Claim:
+        return Claim(
+            lease,
+            self.job_type,
+            self.payload.encode(),
+            self.tenant_id,
+            self.idempotency_key,
+            self.trace_id,
+            attempt,
+            self.created_at,
+            claimed_at_ms,
+            decode_meta(self.meta),
+        )
+
+
+class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
+    """A job as a settle or renew sees it."""
+
+    id: int
+    queue: str
+    job_id: str
+    state: State
+    place: int
+    deliveries: int
+    worker: str | None
+    token: str | None
+    attempt: int
+    last_seq: int
+    run_at: int | None
+
+    def fence(self, lease: Lease) -> Answer:
+        """Whether this lease still owns the job. The count of deliveries tells a worker's attempts apart."""
+        if self.token == lease.token:
+            return Answer.ALREADY
+        held = (
+            self.state is State.RUNNING
+            and self.deliveries == lease.deliveries
+            and self.worker == lease.worker
+            and self.job_id == lease.job_id
+            and f"{self.id}.{self.place}" == lease.place
+        )
+        return Answer.APPLIED if held else Answer.STALE
+
+
+class ViewRow(msgspec.Struct, array_like=True, frozen=True):
+    """A job as a reader sees it."""
+
+    id: int
+    job_id: str
+    job_type: str
+    queue: str
+    tenant_id: str
+    state: State
+    attempt: int
+    payload: str
+    idempotency_key: str
+    trace_id: str
+    meta: str | None
+    created_at: int
+    worker: str | None
+    result: str | None
+    error_code: str | None
+    last_error: str | None
+    due_at: int | None
+    next_retry_at: int | None
+    finished_at: int | None
+
+    def as_view(self) -> JobView:
+        meta = decode_meta(self.meta)
+        return JobView(
+            job_id=self.job_id,
+            task=self.job_type,
+            queue=self.queue,
+            tenant_id=self.tenant_id,
+            state=self.state,
+            attempt=self.attempt,
+            payload=self.payload.encode(),
+            idempotency_key=self.idempotency_key,
+            trace_id=self.trace_id,
+            meta=meta,
+            created_at_ms=self.created_at,
+            worker=self.worker or "",
+            result=None if self.result is None else self.result.encode(),
+            failure=self._failure(meta),
+            next_attempt_at_ms=self.next_retry_at or self.due_at or 0,
+            finished_at_ms=self.finished_at or 0,
+        )
+
+    def _failure(self, meta: Meta) -> Failure | None:
+        """The last one in full if the history has it; an operator's dead letter has no attempt."""
+        if self.error_code is None:
+            return None
+        last = meta.history[-1].failure if meta.history else None
+        if last is not None and last.code == self.error_code:
+            return last
+        return Failure(self.error_code, self.last_error or "")
+
+
+class EnvelopeRow(msgspec.Struct, array_like=True, frozen=True):
+    """The part of a job's row that belongs to its first or last event."""
+
+    job_type: str
+    payload: str
+    queue: str
+    tenant_id: str
+    idempotency_key: str
+    trace_id: str
+    priority: int
+    meta: str | None
+    run_at: int | None
+    result: str | None
+
+    def as_created(self) -> dict[str, Any]:
+        return {
+            "task": self.job_type,
+            "payload": self.payload,
+            "queue": self.queue,
+            "tenant_id": self.tenant_id,
+            "idempotency_key": self.idempotency_key,
+            "trace_id": self.trace_id,
+            "priority": self.priority,
+            "context": decode_meta(self.meta).context,
+            "run_at_ms": self.run_at or 0,
+        }
+
+
+class EventRow(msgspec.Struct, array_like=True, frozen=True):
+    """An event in its feed entry; an entry whose events were pruned has one row without an event."""
+
+    position: int
+    nonce: str
+    id: int | None
+    type: str | None
+    job_id: str | None
+    at: int | None
+    from_state: State | None
+    to_state: State | None
+    attempt: int | None
+    retry_count: int | None
+    worker: str | None
+    message: str | None
+    data: str | None
+    job: EnvelopeRow | None
+
+    def as_event(self) -> Event:
+        return Event(
+            type=self.type or "",
+            job_id=self.job_id or "",
+            at_ms=self.at or 0,
+            from_state=self.from_state,
+            to_state=self.to_state,
+            attempt=self.attempt or 0,
+            retry_count=self.retry_count or 0,
+            worker=self.worker or "",
+            message=self.message or "",
+            data=self._data(),
+        )
+
+    def _data(self) -> dict[str, Any] | None:
+        if self.data is not None:
+            data: dict[str, Any] = msgspec.json.decode(self.data)
+            return data
+        if self.job is None:
+            return None
+        if self.from_state is None:
+            return self.job.as_created()
+        return {"result": self.job.result}
+
+
+class ControlRow(msgspec.Struct, array_like=True, frozen=True):
+    paused: bool
+    intake_paused: bool
+    concurrency: int | None
+
+    def as_control(self) -> Control:
+        return Control(self.paused, self.intake_paused, self.concurrency)
+
+
+WORK_ROWS: Final = msgspec.json.Decoder(list[WorkRow])
+LEASE_ROWS: Final = msgspec.json.Decoder(list[LeaseRow])
+VIEW_ROWS: Final = msgspec.json.Decoder(list[ViewRow])
+EVENT_ROWS: Final = msgspec.json.Decoder(list[EventRow])
+CONTROL: Final = msgspec.json.Decoder(ControlRow)
+NAMES: Final = msgspec.json.Decoder(list[str])
+IDS: Final = msgspec.json.Decoder(list[int])
+INSTANT: Final = msgspec.json.Decoder(tuple[int | None])
+
+_META: Final = msgspec.json.Decoder(Meta)
+_encoder: Final = msgspec.json.Encoder()
+
+
+def decode_meta(text: str | None) -> Meta:
+    return EMPTY_META if text is None else _META.decode(text)
+
+
+def encode_meta(meta: Meta) -> str | None:
+    return None if meta == EMPTY_META else _encoder.encode(meta).decode()
+
+
+def row_of(lease: Lease) -> int:
+    """The row that a lease points at; one that was never ours points at none."""
+    row = lease.place.partition(".")[0]
+    return int(row) if row.isdecimal() else 0
+
+
+def as_entries(rows: Iterable[EventRow]) -> list[FeedEntry]:
+    """Events back in the steps that they were written in."""
+    return [
+        FeedEntry(str(position), nonce, [row.as_event() for row in step if row.id is not None])
+        for (position, nonce), step in groupby(rows, key=lambda row: (row.position, row.nonce))
+    ]

@@ -1,0 +1,165 @@
+"""settle: lease holders end their attempts, in one step for one queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, assert_never
+
+import msgspec
+
+from holdfast.core.job import Claim
+from holdfast.core.states import State, check_move, event_for
+from holdfast.core.verdict import (
+    TARGETS,
+    Answer,
+    DeadLetter,
+    Hold,
+    Release,
+    RetryLater,
+    Settlement,
+    Succeed,
+    Suspend,
+    advance,
+)
+from holdfast.engine.sqlite.intake import text_of
+from holdfast.engine.sqlite.journal import Journal
+from holdfast.engine.sqlite.moves import Move, Moves
+from holdfast.engine.sqlite.policy import Policy
+from holdfast.engine.sqlite.rows import LEASE_ROWS, LeaseRow, encode_meta, row_of
+from holdfast.engine.sqlite.transaction import Transaction, Value, expect, json_list
+
+_SUCCEEDED: Final = event_for(State.RUNNING, State.SUCCEEDED)
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A leased job that is about to move: its row, and what its claim already knows."""
+
+    row: LeaseRow
+    claim: Claim
+
+    @property
+    def id(self) -> int:
+        return self.row.id
+
+    @property
+    def job_id(self) -> str:
+        return self.claim.job_id
+
+    @property
+    def job_type(self) -> str:
+        return self.claim.task
+
+    @property
+    def tenant_id(self) -> str:
+        return self.claim.tenant_id
+
+    @property
+    def trace_id(self) -> str:
+        return self.claim.trace_id
+
+    @property
+    def state(self) -> State:
+        return State.RUNNING
+
+    @property
+    def place(self) -> int:
+        return self.row.place
+
+    @property
+    def deliveries(self) -> int:
+        return self.row.deliveries
+
+    @property
+    def last_seq(self) -> int:
+        return self.row.last_seq
+
+    @property
+    def payload(self) -> str:
+        return text_of(self.claim.payload)
+
+
+def settle(transaction: Transaction, policy: Policy, queue: str, settlements: Sequence[Settlement]) -> list[Answer]:
+    """One answer each; only what was applied is written."""
+    ids = json_list([row_of(settlement.claim.lease) for settlement in settlements])
+    rows = {row.id: row for row in transaction.rows("leases", LEASE_ROWS, ids=ids)}
+    answers: list[Answer] = []
+    settled: set[str] = set()
+    done: list[tuple[Value, ...]] = []
+    moves = Moves(transaction, policy, queue)
+    for settlement in settlements:
+        lease = settlement.claim.lease
+        row = rows.get(row_of(lease))
+        answer = Answer.STALE if row is None or row.queue != queue else row.fence(lease)
+        # A second copy in the same batch finds the first one settled.
+        if answer is Answer.APPLIED and lease.token in settled:
+            answer = Answer.ALREADY
+        answers.append(answer)
+        if row is None or answer is not Answer.APPLIED:
+            continue
+        if isinstance(settlement.verdict, Succeed):
+            done.append(_success(row, settlement, settlement.verdict))
+            transaction.effects.ended.append((queue, row.job_id))
+        else:
+            moves.add(_move(row, settlement, policy))
+        settled.add(lease.token)
+    journal = Journal(transaction, queue, policy.options.feed_limit)
+    if done:
+        _succeed(transaction, policy, journal, done)
+    moves.write(journal)
+    journal.close()
+    return answers
+
+
+def _success(row: LeaseRow, settlement: Settlement, verdict: Succeed) -> tuple[Value, ...]:
+    check_move(row.job_id, row.state, State.SUCCEEDED)
+    meta = advance(settlement.claim, verdict, settlement.finished_at_ms)
+    return (
+        row.id,
+        row.place,
+        row.deliveries,
+        row.worker,
+        text_of(verdict.result),
+        encode_meta(meta),
+        settlement.claim.lease.token,
+    )
+
+
+def _succeed(transaction: Transaction, policy: Policy, journal: Journal, done: Sequence[tuple[Value, ...]]) -> None:
+    now_ms = policy.clock.now_ms()
+    ids = json_list([row[0] for row in done])
+    size = sum(len(str(row[4])) for row in done)
+    journal.wrote(*transaction.add("succeed_events", ids=ids, type=_SUCCEEDED, now=now_ms), size)
+    _, changed = transaction.bulk("succeed", done, before=(now_ms, now_ms))
+    expect(changed, len(done), "settle")
+
+
+def _move(row: LeaseRow, settlement: Settlement, policy: Policy) -> Move:
+    claim, verdict, now_ms = settlement.claim, settlement.verdict, policy.clock.now_ms()
+    common: dict[str, Any] = {
+        "job": Held(row, claim),
+        "to": TARGETS[type(verdict)],
+        "meta": advance(claim, verdict, settlement.finished_at_ms),
+        "attempt": row.attempt,
+        "worker": claim.lease.worker,
+        "token": claim.lease.token,
+    }
+    match verdict:
+        case RetryLater(delay_ms=delay_ms, failure=failure):
+            pending = policy.waits_in_pending(claim.queue)
+            rest_ms = max(delay_ms, policy.options.pending_idle_ms) if pending else delay_ms
+            return Move(**common, failure=failure, due_at_ms=now_ms + max(0, rest_ms), pending=pending)
+        case DeadLetter(failure=failure) | Suspend(failure=failure):
+            return Move(**common, failure=failure)
+        case Hold(message=message):
+            return Move(**common, message=message)
+        case Release(message=message, delay_ms=delay_ms, started=started):
+            # An attempt that never started is numbered again.
+            common["attempt"] = row.attempt if started else row.attempt - 1
+            due_at_ms = now_ms + delay_ms if delay_ms > 0 else None
+            return Move(
+                **common, event_attempt=row.attempt, message=message, in_line=due_at_ms is None, due_at_ms=due_at_ms
+            )
+        case Succeed():
+            raise AssertionError("successes are written apart")
+        case _:
+            assert_never(verdict)

@@ -1,0 +1,6 @@
+-- any_lost: is there anything to reclaim? Asked outside of a transaction.
+-- Takes  :queues (a JSON list), :now
+-- Gives  a list of queues
+SELECT json_group_array(asked.value)
+  FROM json_each(:queues) AS asked
+ WHERE EXISTS (SELECT 1 FROM jobs WHERE queue = asked.value AND lease_until IS NOT NULL AND lease_until <= :now)

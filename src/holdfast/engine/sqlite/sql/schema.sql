@@ -1,0 +1,152 @@
+-- schema: the whole store, engine and embedded ledger in one file.
+-- Run once, in one transaction, on an empty file. {{…}} are generated from core/states.py.
+-- Instants are milliseconds since the epoch, UTC. Payload, result, meta, history and data are JSON text.
+
+-- A job in motion is in exactly one place: in the line (`line` orders it), waiting for a time (`due_at`), or
+-- leased (`lease_until`; a retry that waits in the pending list is kept there too, under its due time).
+-- A lease is (id, place, deliveries, worker): `place` counts the claims of this row, `deliveries` the leases of one claim.
+CREATE TABLE jobs (
+    id              INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant_id       TEXT    NOT NULL DEFAULT 'default',
+    job_id          TEXT    NOT NULL,
+    job_type        TEXT    NOT NULL,
+    queue           TEXT    NOT NULL,
+    state           TEXT    NOT NULL CHECK (state IN ({{states}})),
+    priority        INTEGER NOT NULL CHECK (priority IN ({{priorities}})),
+    attempt         INTEGER NOT NULL DEFAULT 0 CHECK (attempt >= 0),
+    retry_count     INTEGER NOT NULL GENERATED ALWAYS AS (coalesce(json_extract(meta, '$.retry_count'), 0)) VIRTUAL,
+    idempotency_key TEXT    NOT NULL DEFAULT '',
+    trace_id        TEXT    NOT NULL DEFAULT '',
+    error_code      TEXT,
+    last_error      TEXT,
+    error_message   TEXT,
+    run_at          INTEGER,
+    next_retry_at   INTEGER,
+    dlq_id          TEXT,
+    created_at      INTEGER NOT NULL,
+    updated_at      INTEGER NOT NULL,
+    finished_at     INTEGER,
+    line            INTEGER,
+    due_at          INTEGER,
+    lease_until     INTEGER,
+    worker          TEXT,
+    place           INTEGER NOT NULL DEFAULT 0,
+    deliveries      INTEGER NOT NULL DEFAULT 0,
+    claimed_at      INTEGER,
+    token           TEXT,
+    last_seq        INTEGER NOT NULL DEFAULT 0,
+    meta            TEXT,
+    context         TEXT    GENERATED ALWAYS AS (json_extract(meta, '$.context')) VIRTUAL,
+    result          TEXT,
+    payload         TEXT    NOT NULL,
+    CHECK ((finished_at IS NOT NULL) = (state IN ({{final}}))),
+    CHECK ((line IS NOT NULL) + (due_at IS NOT NULL) + (lease_until IS NOT NULL) = (state IN ({{in_motion}}))),
+    CHECK ((worker IS NOT NULL) = (state = 'running')),
+    CHECK (state <> 'running' OR lease_until IS NOT NULL)
+);
+CREATE UNIQUE INDEX jobs_by_job_id ON jobs (queue, job_id);
+CREATE INDEX jobs_line ON jobs (queue, priority, line, state) WHERE line IS NOT NULL;
+CREATE INDEX jobs_due ON jobs (queue, due_at, state) WHERE due_at IS NOT NULL;
+CREATE INDEX jobs_leased ON jobs (queue, lease_until, state) WHERE lease_until IS NOT NULL;
+CREATE INDEX jobs_aside ON jobs (queue, state) WHERE state IN ({{aside}});
+CREATE INDEX jobs_finished ON jobs (queue, finished_at, state) WHERE finished_at IS NOT NULL;
+
+-- The state table once more where the data lives, for the day when our own code is wrong.
+CREATE TRIGGER jobs_new BEFORE INSERT ON jobs WHEN NEW.state NOT IN ({{new}})
+BEGIN SELECT raise(ABORT, 'WF_STATE_TRANSITION_INVALID'); END;
+CREATE TRIGGER jobs_moved BEFORE UPDATE OF state ON jobs WHEN NOT ({{legal}})
+BEGIN SELECT raise(ABORT, 'WF_STATE_TRANSITION_INVALID'); END;
+
+-- The story of every job; `id` is the feed position, `job` the row of the job. What the job's own row still says
+-- (the envelope of a creation, the result of a success) is not copied into `data`.
+CREATE TABLE job_events (
+    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant_id   TEXT    NOT NULL,
+    job_id      TEXT    NOT NULL,
+    job         INTEGER NOT NULL,
+    seq         INTEGER NOT NULL CHECK (seq > 0),
+    type        TEXT    NOT NULL,
+    from_state  TEXT,
+    to_state    TEXT,
+    attempt     INTEGER NOT NULL,
+    retry_count INTEGER NOT NULL,
+    worker      TEXT    NOT NULL DEFAULT '',
+    message     TEXT    NOT NULL DEFAULT '',
+    data        TEXT,
+    at          INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX job_events_by_job ON job_events (job, seq);
+
+-- One atomic step of one queue: the events first_event..position. `total_bytes` is a running sum of `bytes`.
+CREATE TABLE feed_entries (
+    queue       TEXT    NOT NULL,
+    position    INTEGER NOT NULL,
+    first_event INTEGER NOT NULL,
+    nonce       TEXT    NOT NULL,
+    bytes       INTEGER NOT NULL,
+    total_bytes INTEGER NOT NULL,
+    PRIMARY KEY (queue, position)
+) WITHOUT ROWID;
+CREATE TABLE feed_readers (
+    queue         TEXT PRIMARY KEY,
+    position      INTEGER NOT NULL DEFAULT 0,
+    registered_at INTEGER NOT NULL
+) WITHOUT ROWID;
+
+-- Which job came first under a key (requirement E1). Jobs without a key of their own are found by their id.
+CREATE TABLE submission_keys (
+    tenant_id  TEXT    NOT NULL,
+    queue      TEXT    NOT NULL,
+    key        TEXT    NOT NULL,
+    job_id     TEXT    NOT NULL,
+    expires_at INTEGER NOT NULL,
+    PRIMARY KEY (tenant_id, queue, key)
+) WITHOUT ROWID;
+CREATE INDEX submission_keys_by_expiry ON submission_keys (queue, expires_at);
+
+CREATE TABLE dlq_items (
+    tenant_id    TEXT    NOT NULL,
+    dlq_id       TEXT    NOT NULL,
+    job_id       TEXT    NOT NULL,
+    job_type     TEXT    NOT NULL,
+    queue        TEXT    NOT NULL,
+    trace_id     TEXT    NOT NULL DEFAULT '',
+    payload      TEXT    NOT NULL,
+    error_code   TEXT    NOT NULL,
+    error        TEXT    NOT NULL,
+    stack        TEXT    NOT NULL DEFAULT '',
+    retry_count  INTEGER NOT NULL,
+    history      TEXT    NOT NULL,
+    failed_at    INTEGER NOT NULL,
+    status       TEXT    NOT NULL DEFAULT 'open',
+    requested_by TEXT,
+    confirmed_by TEXT,
+    reason       TEXT,
+    replayed_as  TEXT,
+    PRIMARY KEY (tenant_id, dlq_id)
+) WITHOUT ROWID;
+CREATE INDEX dlq_items_by_job ON dlq_items (queue, job_id);
+
+CREATE TABLE queues (
+    queue         TEXT PRIMARY KEY,
+    used          INTEGER NOT NULL DEFAULT 0,
+    paused        INTEGER NOT NULL DEFAULT 0,
+    intake_paused INTEGER NOT NULL DEFAULT 0,
+    concurrency   INTEGER
+) WITHOUT ROWID;
+
+CREATE TABLE workers (
+    worker  TEXT    NOT NULL,
+    queue   TEXT    NOT NULL,
+    seen_at INTEGER NOT NULL,
+    PRIMARY KEY (queue, worker)
+) WITHOUT ROWID;
+
+-- What other processes that listen should know: 'cancelled' (job_id), 'due' (at_ms), 'controlled'.
+CREATE TABLE notices (
+    id     INTEGER PRIMARY KEY AUTOINCREMENT,
+    queue  TEXT    NOT NULL,
+    kind   TEXT    NOT NULL,
+    job_id TEXT    NOT NULL DEFAULT '',
+    at_ms  INTEGER NOT NULL DEFAULT 0
+);

@@ -1,0 +1,17 @@
+-- stats: a queue at one moment, counted in the partial indexes alone.
+-- Takes  :queue, :now
+-- Gives  [states: [[state, count]…], delayed, workers, feed entries, dead letters]
+SELECT json_array(
+    (SELECT json_group_array(json_array(state, count)) FROM (
+        SELECT state, count(*) AS count FROM jobs WHERE queue = :queue AND line IS NOT NULL GROUP BY state
+        UNION ALL
+        SELECT state, count(*) FROM jobs WHERE queue = :queue AND due_at IS NOT NULL GROUP BY state
+        UNION ALL
+        SELECT state, count(*) FROM jobs WHERE queue = :queue AND lease_until IS NOT NULL GROUP BY state
+        UNION ALL
+        SELECT state, count(*) FROM jobs WHERE queue = :queue AND state IN ({{aside}}) GROUP BY state)),
+    (SELECT count(*) FROM jobs WHERE queue = :queue AND due_at > :now AND state = 'queued'),
+    (SELECT count(*) FROM workers WHERE queue = :queue),
+    (SELECT count(*) FROM feed_entries WHERE queue = :queue),
+    (SELECT count(*) FROM dlq_items WHERE queue = :queue)
+)

@@ -1,0 +1,84 @@
+"""The SQL files of this engine, read once, with what `core/states.py` says filled in (requirement S1).
+
+A file holds one statement (`schema.sql`: all of them) under a header that says what it does, what it takes and what it
+gives. Marks: `{{states}}` and the like stand for lists of state names, `{{into X}}` for the states that may move
+to X, `{{rows N}}` for the rows of N values each that a bulk statement is run with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+from holdfast.core.job import Priority
+from holdfast.core.states import FINAL, MOVES, State, event_for
+
+#: A job in one of these is in the line, waits for a time, or is leased.
+IN_MOTION: Final = frozenset({State.QUEUED, State.RUNNING, State.RETRYING})
+#: Open, but nothing will happen before somebody acts.
+ASIDE: Final = frozenset(State) - FINAL - IN_MOTION
+
+_COMMENT: Final = re.compile(r"^\s*--.*$", re.MULTILINE)
+_MARK: Final = re.compile(r"\{\{(\w+)(?: (\w+))?\}\}")
+
+
+@cache
+def statement(name: str) -> str:
+    """The statement of `sql/<name>.sql`, ready to run (a bulk statement still wants its rows)."""
+    text = (files("holdfast.engine.sqlite") / "sql" / f"{name}.sql").read_text("utf-8")
+    # Without its header: the driver tells INSERT and UPDATE by their first word.
+    return _MARK.sub(_fill, _COMMENT.sub("", text)).strip()
+
+
+@cache
+def bulk_statement(name: str, rows: int) -> tuple[str, int]:
+    """The statement for this many rows, and how many values a row has."""
+    text = statement(name)
+    mark = re.search(r"\{\{rows (\d+)\}\}", text)
+    assert mark is not None, f"{name}.sql takes no rows"
+    width = int(mark[1])
+    row = f"({', '.join('?' * width)})"
+    return text.replace(mark[0], ", ".join([row] * rows)), width
+
+
+def sources_of(target: State) -> list[State]:
+    """The states from which a job may move to `target`."""
+    return [state for state, targets in MOVES.items() if state is not None and target in targets]
+
+
+def _fill(mark: re.Match[str]) -> str:
+    word, argument = mark[1], mark[2]
+    match word:
+        case "states":
+            return _names(State)
+        case "final":
+            return _names(FINAL)
+        case "in_motion":
+            return _names(IN_MOTION)
+        case "aside":
+            return _names(ASIDE)
+        case "new":
+            return _names(MOVES[None])
+        case "into":
+            return _names(sources_of(State(argument)))
+        case "event":
+            return f"'{event_for(None, State(argument))}'"
+        case "legal":
+            return _legal_moves()
+        case "priorities":
+            return ", ".join(str(int(priority)) for priority in Priority)
+        case _:
+            return mark[0]
+
+
+def _names(states: Iterable[State]) -> str:
+    return ", ".join(f"'{state}'" for state in sorted(states))
+
+
+def _legal_moves() -> str:
+    """Whether OLD.state → NEW.state is in the table."""
+    arms = [f"WHEN '{state}' THEN NEW.state IN ({_names(to)})" for state, to in MOVES.items() if state and to]
+    return f"CASE OLD.state {' '.join(arms)} ELSE 0 END"

@@ -1,0 +1,110 @@
+"""A submitted job, as its submitter holds it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from holdfast.core.codec import decode_json
+from holdfast.core.job import Attempt, JobView
+from holdfast.core.retry import Duration, duration_ms
+from holdfast.core.states import State
+from holdfast.door import Door
+from holdfast.errors import JobCancelled, JobFailed, UnknownJob, WaitTimeout
+from holdfast.submitter import Desk
+
+R = TypeVar("R")
+
+#: One wait on the engine; longer ones are made of several.
+_WAIT_MS: Final = 5_000
+
+
+class Way(Protocol):
+    """How a handle reaches its engine."""
+
+    door: Door
+
+    async def desk(self) -> Desk: ...
+
+
+def decode_plain(result: bytes) -> Any:
+    """A result as plain values, where nobody knows the task's return type."""
+    return decode_json(result, "the result")
+
+
+class Job(Generic[R]):
+    """A handle: cheap, and nothing is asked until a method is called."""
+
+    __slots__ = ("_decode", "_way", "duplicate", "id", "queue")
+
+    def __init__(
+        self, way: Way, job_id: str, queue: str, duplicate: bool, decode: Callable[[bytes], Any] = decode_plain
+    ) -> None:
+        self.id = job_id
+        self.queue = queue
+        #: The idempotency key was known: this is the job that was there first.
+        self.duplicate = duplicate
+        self._way = way
+        self._decode = decode
+
+    async def view(self) -> JobView:
+        """Everything the engine knows about it; raises `UnknownJob` once its record has expired."""
+        desk = await self._way.desk()
+        return self._known(await desk.get(self.queue, self.id))
+
+    async def state(self) -> State:
+        """Where it is now."""
+        return (await self.view()).state
+
+    async def history(self) -> list[Attempt]:
+        """Its runs so far: when, by which worker, and why they failed (requirement Y6)."""
+        return list((await self.view()).meta.history)
+
+    async def cancel(self, reason: str = "", actor: str = "api") -> None:
+        """End it, whether it waits or runs. Raises `TransitionInvalid` if it has ended already."""
+        desk = await self._way.desk()
+        await desk.cancel(self.queue, self.id, actor, reason)
+
+    async def result(self, timeout: Duration | None = None) -> R:
+        """Wait for its end: the function's return value, `JobFailed` or `JobCancelled`.
+
+        Raises `WaitTimeout` after `timeout`; the job goes on. A suspended job is waited for: an operator
+        may resume it.
+        """
+        desk = await self._way.desk()
+        timeout_ms = None if timeout is None else duration_ms(timeout, "timeout")
+        began = time.monotonic()
+        left_ms = _WAIT_MS
+        while True:
+            if timeout_ms is not None:
+                left_ms = max(0, timeout_ms - round((time.monotonic() - began) * 1000))
+            view = self._known(await desk.wait_final(self.queue, self.id, min(left_ms, _WAIT_MS)))
+            match view.state:
+                case State.SUCCEEDED:
+                    value: R = self._decode(view.result or b"null")
+                    return value
+                case State.CANCELLED:
+                    raise _ended(JobCancelled, view)
+                case State.FAILED:
+                    raise _ended(JobFailed, view)
+                case _ if timeout_ms is not None and left_ms <= 0:
+                    raise WaitTimeout(self.id, view.state, timedelta(milliseconds=timeout_ms))
+
+    def result_sync(self, timeout: Duration | None = None) -> R:
+        """`result` for code without an event loop."""
+        return self._way.door.call("result_sync", lambda: self.result(timeout), "await job.result(…)")
+
+    def _known(self, view: JobView | None) -> JobView:
+        if view is None:
+            raise UnknownJob(self.id)
+        return view
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} in {self.queue!r}{' (duplicate)' if self.duplicate else ''}>"
+
+
+def _ended(error: type[JobFailed], view: JobView) -> JobFailed:
+    failure = view.failure
+    return error(view.job_id, view.state, failure and failure.code, failure and failure.message)

@@ -1,0 +1,149 @@
+"""What a caller may say about one submission, checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, TypedDict
+
+from holdfast.clock import to_ms
+from holdfast.core.codec import decode_json, encode_json
+from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, EMPTY_META, Envelope, Meta, Priority
+from holdfast.core.retry import Duration, Retry, duration_ms
+from holdfast.errors import InvalidOption
+
+_NAME_LIMIT: Final = 200
+_KEY_LIMIT: Final = 1_000
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class SubmitOptions(TypedDict, total=False):
+    """What a caller may write; None is the same as leaving it out."""
+
+    idempotency_key: str | None
+    delay: Duration | None
+    run_at: datetime | None
+    priority: Priority | str | None
+    queue: str | None
+    tenant_id: str | None
+    retry: Retry | None
+    trace_id: str | None
+    context: Mapping[str, Any] | None
+    hold: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One submission's policy, ready for an envelope."""
+
+    queue: str = DEFAULT_QUEUE
+    tenant_id: str = DEFAULT_TENANT
+    idempotency_key: str = ""
+    trace_id: str = ""
+    delay_ms: int = 0
+    run_at_ms: int = 0
+    hold: bool = False
+    meta: Meta = EMPTY_META
+
+    def envelope(self, job_id: str, task: str, payload: bytes) -> Envelope:
+        """The submission itself."""
+        return Envelope(
+            job_id=job_id,
+            task=task,
+            payload=payload,
+            queue=self.queue,
+            tenant_id=self.tenant_id,
+            idempotency_key=self.idempotency_key,
+            trace_id=self.trace_id,
+            meta=self.meta,
+            delay_ms=self.delay_ms,
+            run_at_ms=self.run_at_ms,
+            hold=self.hold,
+        )
+
+
+def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payload_limit: int) -> Options:
+    """What a caller gave, else the task's own; `InvalidOption` says what is wrong with it."""
+    if unknown := given.keys() - SubmitOptions.__annotations__.keys():
+        raise InvalidOption(f"there is no option {min(unknown)!r}")
+    delay, run_at, retry = given.get("delay"), given.get("run_at"), given.get("retry")
+    if delay is not None and run_at is not None:
+        raise InvalidOption("give delay or run_at, not both")
+    if retry is not None and not isinstance(retry, Retry):
+        raise InvalidOption(f"retry must be a Retry(…), not {retry!r}")
+    chosen = given.get("priority")
+    meta = Meta(
+        priority=priority if chosen is None else parse_priority(chosen),
+        retry=retry,
+        context=_context(given.get("context"), payload_limit),
+    )
+    return Options(
+        queue=check_name(_or(given.get("queue"), queue), "queue"),
+        tenant_id=check_name(_or(given.get("tenant_id"), DEFAULT_TENANT), "tenant_id"),
+        idempotency_key=_text(given.get("idempotency_key"), "idempotency_key"),
+        trace_id=_text(given.get("trace_id"), "trace_id"),
+        delay_ms=0 if delay is None else duration_ms(delay, "delay"),
+        run_at_ms=0 if run_at is None else _instant_ms(run_at),
+        hold=given.get("hold", False),
+        meta=EMPTY_META if meta == EMPTY_META else meta,
+    )
+
+
+def check_name(name: object, what: str) -> str:
+    """A name for a queue, a task or a tenant: it becomes part of keys, so it must be short and plain."""
+    if not isinstance(name, str) or not name:
+        raise InvalidOption(f"{what} must be a name that is not empty, got {name!r}")
+    if len(name) > _NAME_LIMIT:
+        raise InvalidOption(f"{what} has {len(name)} characters, the limit is {_NAME_LIMIT}")
+    # Braces would move a queue's keys to another slot of a Redis Cluster.
+    if not name.isprintable() or any(character in " {}" for character in name):
+        raise InvalidOption(f"{what} {name!r} must have no blanks, braces or control characters")
+    return name
+
+
+def parse_priority(value: Priority | str | int) -> Priority:
+    """`Priority.HIGH`, "high" or 0."""
+    if isinstance(value, str):
+        found = Priority.__members__.get(value.upper())
+    elif isinstance(value, int) and not isinstance(value, bool) and value in tuple(Priority):
+        found = Priority(value)
+    else:
+        found = None
+    if found is None:
+        raise InvalidOption(f"priority must be one of {', '.join(p.name.lower() for p in Priority)}, not {value!r}")
+    return found
+
+
+def _or(given: str | None, default: str) -> str:
+    return default if given is None else given
+
+
+def _text(text: str | None, what: str) -> str:
+    """A key or a trace id: any text, not empty, not too long. None given: empty."""
+    if text is None:
+        return ""
+    if not isinstance(text, str) or not text:
+        raise InvalidOption(f"{what} must be a text that is not empty, got {text!r}")
+    if len(text) > _KEY_LIMIT:
+        raise InvalidOption(f"{what} has {len(text)} characters, the limit is {_KEY_LIMIT}")
+    return text
+
+
+def _instant_ms(run_at: datetime) -> int:
+    if not isinstance(run_at, datetime):
+        raise InvalidOption(f"run_at must be a datetime, not {run_at!r}")
+    if run_at.tzinfo is None or run_at.utcoffset() is None:
+        raise InvalidOption(f"run_at must be aware: {run_at!r} has no time zone, add tzinfo=UTC (or your own)")
+    # Zero would mean "now": an instant before 1970 is as good as any other in the past.
+    return max(1, to_ms(run_at - _EPOCH))
+
+
+def _context(context: Mapping[str, Any] | None, limit: int) -> dict[str, Any] | None:
+    if context is None:
+        return None
+    if not isinstance(context, Mapping) or not all(isinstance(key, str) for key in context):
+        raise InvalidOption(f"context must be a mapping with text keys, not {context!r}")
+    # As the task will see it: plain JSON values, whatever they are made of here.
+    plain: dict[str, Any] = decode_json(encode_json(dict(context), "the context", limit), "the context")
+    return plain or None

@@ -1,0 +1,37 @@
+"""The behaviour that every engine must show, as a pytest suite that anyone can run on their own.
+
+    from holdfast.testing.contract import EngineContract
+
+    class TestMyEngine(EngineContract):
+        @pytest.fixture
+        async def harness(self): ...        # an `EngineHarness`
+
+Needs pytest with pytest-asyncio in `auto` mode. Each test gets a store of its own from the harness, and
+lets time pass through it: nothing here sleeps.
+"""
+
+from __future__ import annotations
+
+from holdfast.testing.contract.endings import EndingContract
+from holdfast.testing.contract.harness import EngineHarness, Rig
+from holdfast.testing.contract.intake import IntakeContract
+from holdfast.testing.contract.leases import LeaseContract
+from holdfast.testing.contract.operators import ControlContract, MoveContract
+from holdfast.testing.contract.readers import FeedContract, ReaderContract
+from holdfast.testing.contract.waiting import WaitingContract
+
+
+class EngineContract(
+    IntakeContract,
+    LeaseContract,
+    EndingContract,
+    WaitingContract,
+    MoveContract,
+    ControlContract,
+    ReaderContract,
+    FeedContract,
+):
+    """All of it. Give it a `harness` fixture."""
+
+
+__all__ = ["EngineContract", "EngineHarness", "Rig"]

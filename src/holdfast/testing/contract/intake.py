@@ -1,0 +1,290 @@
+"""Getting in: submission, idempotency (E1), delays, holds, priorities, paused intake (H5)."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.job import Meta, Priority, Receipt
+from holdfast.core.retry import Retry
+from holdfast.core.states import State
+from holdfast.core.verdict import Answer, DeadLetter
+from holdfast.engine.port import MAX_BATCH, Control
+from holdfast.errors import IntakeRefused
+from holdfast.testing.contract.harness import (
+    FAILURE,
+    OTHER_QUEUE,
+    QUEUE,
+    Contract,
+    EngineHarness,
+    Rig,
+    ids,
+    with_priority,
+)
+
+MINUTE_MS = 60_000
+
+
+class IntakeContract(Contract):
+    """What `submit` promises."""
+
+    async def test_a_job_is_what_was_submitted(self, rig: Rig) -> None:
+        meta = Meta(context={"user": "u1"}, max_retries=7, retry=Retry(2, base=5), priority=Priority.HIGH)
+        envelope = rig.envelope(
+            tenant_id="acme", trace_id="t-1", idempotency_key="k", payload=b'[1,"\xc3\xa9"]', meta=meta
+        )
+        before = await rig.engine.now_ms()
+
+        assert await rig.engine.submit([envelope]) == [Receipt(envelope.job_id)]
+
+        view = await rig.view(envelope.job_id)
+        assert (view.state, view.attempt, view.worker, view.result) == (State.QUEUED, 0, "", None)
+        assert (view.task, view.payload, view.queue) == (envelope.task, envelope.payload, QUEUE)
+        assert (view.tenant_id, view.trace_id, view.idempotency_key) == ("acme", "t-1", "k")
+        assert before <= view.created_at_ms <= await rig.engine.now_ms()
+        claim = await rig.claim_one()
+        assert (claim.task, claim.payload, claim.queue) == (envelope.task, envelope.payload, QUEUE)
+        assert (claim.tenant_id, claim.trace_id, claim.idempotency_key) == ("acme", "t-1", "k")
+        assert claim.meta == view.meta == meta
+
+    async def test_payloads_are_bytes_and_come_back_untouched(self, rig: Rig) -> None:
+        payloads = [
+            b"{}",
+            b"[]",
+            b'{"n":12345678901234567}',
+            '{"é":"\\u0000"}'.encode(),
+            b'{"big":"' + b"x" * 300_000 + b'"}',
+        ]
+        for payload in payloads:
+            await rig.submit(payload=payload)
+        assert [claim.payload for claim in await rig.claim()] == payloads
+
+    async def test_an_empty_batch_is_fine(self, rig: Rig) -> None:
+        assert await rig.engine.submit([]) == []
+
+    async def test_a_batch_may_be_larger_than_one_step(self, rig: Rig) -> None:
+        submitted = await rig.submit(2 * MAX_BATCH + 7)
+        assert len(set(submitted)) == 2 * MAX_BATCH + 7
+        claimed: list[str] = []
+        while claims := await rig.claim(limit=MAX_BATCH):
+            claimed += ids(claims)
+            assert set(await rig.succeed(*claims)) == {Answer.APPLIED}
+        assert claimed == submitted
+
+    async def test_a_batch_may_name_several_queues(self, rig: Rig) -> None:
+        envelopes = [rig.envelope(queue=queue) for queue in (QUEUE, OTHER_QUEUE, QUEUE)]
+        receipts = await rig.engine.submit(envelopes)
+        assert [receipt.job_id for receipt in receipts] == [envelope.job_id for envelope in envelopes]
+        assert ids(await rig.claim()) == [envelopes[0].job_id, envelopes[2].job_id]
+        assert ids(await rig.engine.claim("w1", [OTHER_QUEUE], 10, 0)) == [envelopes[1].job_id]
+
+    # Idempotency -----------------------------------------------------------------------------------
+
+    async def test_the_same_key_again_names_the_first_job(self, rig: Rig) -> None:
+        first = await rig.submit_one(idempotency_key="k")
+        again = await rig.engine.submit([rig.envelope(idempotency_key="k", payload=b'{"n":2}')])
+        assert again == [Receipt(first, duplicate=True)]
+        assert ids(await rig.claim()) == [first]
+        assert (await rig.view(first)).payload == b'{"n":1}'
+
+    async def test_a_duplicate_leaves_nothing_behind(self, rig: Rig) -> None:
+        first = await rig.submit_one(idempotency_key="k")
+        second = rig.envelope(idempotency_key="k")
+        await rig.engine.submit([second])
+        assert await rig.find(second.job_id) is None
+        assert await rig.events(second.job_id) == []
+        assert await rig.story(first) == ["task.created"]
+        assert await rig.open_jobs() == 1
+
+    async def test_the_same_key_twice_in_one_batch(self, rig: Rig) -> None:
+        one, two, three = (rig.envelope(idempotency_key=key) for key in ("k", "k", "other"))
+        assert await rig.engine.submit([one, two, three]) == [
+            Receipt(one.job_id),
+            Receipt(one.job_id, duplicate=True),
+            Receipt(three.job_id),
+        ]
+        assert ids(await rig.claim()) == [one.job_id, three.job_id]
+
+    async def test_a_key_belongs_to_a_tenant_and_a_queue(self, rig: Rig) -> None:
+        envelopes = [
+            rig.envelope(idempotency_key="k", tenant_id="acme"),
+            rig.envelope(idempotency_key="k", tenant_id="zeta"),
+            rig.envelope(idempotency_key="k", tenant_id="acme", queue=OTHER_QUEUE),
+            # Tenant and key must not run together either.
+            rig.envelope(idempotency_key="b:k", tenant_id="a"),
+            rig.envelope(idempotency_key="k", tenant_id="a:b"),
+        ]
+        receipts = [(await rig.engine.submit([envelope]))[0] for envelope in envelopes]
+        assert receipts == [Receipt(envelope.job_id) for envelope in envelopes]
+
+    async def test_jobs_without_a_key_are_all_different(self, rig: Rig) -> None:
+        assert len(set(await rig.submit(3))) == 3
+        assert len(await rig.claim()) == 3
+
+    async def test_a_finished_job_keeps_its_key(self, rig: Rig) -> None:
+        claim = await rig.start_one(idempotency_key="k")
+        await rig.succeed(claim)
+        again = await rig.engine.submit([rig.envelope(idempotency_key="k")])
+        assert again == [Receipt(claim.job_id, duplicate=True)]
+        assert await rig.claim() == []
+
+    async def test_a_key_is_free_after_its_window(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, idempotency_window_ms=MINUTE_MS)
+        for end in ("succeed", "dead-letter", "cancel"):
+            claim = await rig.start_one(idempotency_key="k")
+            if end == "succeed":
+                await rig.succeed(claim)
+            elif end == "dead-letter":
+                await rig.settle(claim, DeadLetter(FAILURE))
+            else:
+                await rig.move(claim.job_id, State.CANCELLED)
+            await harness.advance(MINUTE_MS // 2)
+            assert (await rig.engine.submit([rig.envelope(idempotency_key="k")]))[0].duplicate
+            await harness.advance(MINUTE_MS)
+
+    async def test_an_open_job_keeps_its_key_however_long_it_takes(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, idempotency_window_ms=MINUTE_MS)
+        waiting = await rig.submit_one(idempotency_key="delayed", delay_ms=100 * MINUTE_MS)
+        held = await rig.submit_one(idempotency_key="held", hold=True)
+        claim = await rig.start_one(idempotency_key="running")
+        await harness.advance(10 * MINUTE_MS)
+        for first, key in ((waiting, "delayed"), (held, "held"), (claim.job_id, "running")):
+            assert await rig.engine.submit([rig.envelope(idempotency_key=key)]) == [Receipt(first, duplicate=True)]
+
+    # A reply was lost ------------------------------------------------------------------------------
+
+    async def test_a_resent_submission_is_no_duplicate(self, rig: Rig) -> None:
+        envelopes = [
+            rig.envelope(),
+            rig.envelope(idempotency_key="k"),
+            rig.envelope(delay_ms=MINUTE_MS),
+            rig.envelope(hold=True),
+        ]
+        receipts = await rig.engine.submit(envelopes)
+        assert await rig.engine.submit(envelopes) == receipts
+        assert await rig.engine.submit(list(reversed(envelopes))) == list(reversed(receipts))
+        assert len(await rig.events()) == len(envelopes)
+        assert await rig.open_jobs() == len(envelopes)
+
+    async def test_a_resent_submission_of_a_job_that_went_on_changes_nothing(self, rig: Rig) -> None:
+        envelope = rig.envelope(idempotency_key="k")
+        await rig.engine.submit([envelope])
+        claim = await rig.claim_one()
+        assert await rig.engine.submit([envelope]) == [Receipt(envelope.job_id)]
+        assert await rig.state(envelope.job_id) is State.RUNNING
+        await rig.succeed(claim)
+        assert await rig.engine.submit([envelope]) == [Receipt(envelope.job_id)]
+        assert await rig.state(envelope.job_id) is State.SUCCEEDED
+        assert await rig.claim() == []
+
+    async def test_a_resent_duplicate_is_still_a_duplicate(self, rig: Rig) -> None:
+        first = await rig.submit_one(idempotency_key="k")
+        second = rig.envelope(idempotency_key="k")
+        for _ in range(2):
+            assert await rig.engine.submit([second]) == [Receipt(first, duplicate=True)]
+
+    async def test_one_envelope_twice_in_one_batch_is_one_job(self, rig: Rig) -> None:
+        for envelope in (rig.envelope(), rig.envelope(idempotency_key="k")):
+            receipts = await rig.engine.submit([envelope, envelope])
+            assert [receipt.job_id for receipt in receipts] == [envelope.job_id] * 2
+            assert ids(await rig.claim()) == [envelope.job_id]
+
+    # Delays ----------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("how", ["delay", "run_at"])
+    async def test_a_delayed_job_does_not_run_before_it_is_due(self, rig: Rig, how: str) -> None:
+        due_at_ms = await rig.engine.now_ms() + MINUTE_MS
+        job_id = await rig.submit_one(**({"delay_ms": MINUTE_MS} if how == "delay" else {"run_at_ms": due_at_ms}))
+        assert await rig.state(job_id) is State.QUEUED
+        assert await rig.claim_due() == []
+
+        await rig.harness.advance(MINUTE_MS - 10_000)
+        assert await rig.claim_due() == []
+
+        await rig.harness.advance(10_000)
+        assert ids(await rig.claim_due()) == [job_id]
+        assert await rig.story(job_id) == ["task.created", "task.claimed"]
+
+    async def test_an_instant_in_the_past_is_now(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(run_at_ms=await rig.engine.now_ms() - MINUTE_MS)
+        assert ids(await rig.claim_due()) == [job_id]
+
+    async def test_promote_says_when_the_next_job_is_due(self, rig: Rig) -> None:
+        assert (await rig.engine.promote([rig.queue], 10)).next_due_at_ms == 0
+        await rig.submit(delay_ms=5 * MINUTE_MS)
+        await rig.submit(delay_ms=MINUTE_MS)
+        promotion = await rig.engine.promote([rig.queue], 10)
+        assert promotion.count == 0
+        assert 0 < promotion.next_due_at_ms - promotion.now_ms <= MINUTE_MS
+
+    async def test_promote_takes_no_more_than_its_limit(self, rig: Rig) -> None:
+        await rig.submit(5, delay_ms=MINUTE_MS)
+        await rig.harness.advance(MINUTE_MS + 1)
+        counts = [(await rig.engine.promote([rig.queue], 2)).count for _ in range(4)]
+        assert counts == [2, 2, 1, 0]
+        assert len(await rig.claim()) == 5
+
+    # Holds -----------------------------------------------------------------------------------------
+
+    async def test_a_held_job_waits_for_a_person(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(hold=True)
+        assert await rig.state(job_id) is State.WAITING_APPROVAL
+        assert await rig.claim_due() == []
+        assert await rig.move(job_id, State.QUEUED, actor="bea", reason="looks fine") is State.WAITING_APPROVAL
+        assert ids(await rig.claim()) == [job_id]
+        assert await rig.story(job_id) == ["approval.requested", "approval.approved", "task.claimed"]
+
+    @pytest.mark.parametrize("park", [State.WAITING_APPROVAL, State.SUSPENDED])
+    async def test_nobody_makes_a_delayed_job_run_early(self, rig: Rig, park: State) -> None:
+        held = await rig.submit_one(delay_ms=MINUTE_MS, hold=park is State.WAITING_APPROVAL)
+        if park is State.SUSPENDED:
+            await rig.move(held, park)
+        await rig.move(held, State.QUEUED)
+        assert await rig.state(held) is State.QUEUED
+        assert await rig.claim_due() == []
+        await rig.harness.advance(MINUTE_MS + 1)
+        assert ids(await rig.claim_due()) == [held]
+
+    # Priorities ------------------------------------------------------------------------------------
+
+    async def test_urgent_jobs_go_first_and_equals_in_order(self, rig: Rig) -> None:
+        low = await rig.submit(2, meta=with_priority(Priority.LOW))
+        normal = await rig.submit(2)
+        high = await rig.submit(2, meta=with_priority(Priority.HIGH))
+        assert ids(await rig.claim()) == high + normal + low
+
+    async def test_a_flood_of_urgent_jobs_does_not_starve_the_rest(self, rig: Rig) -> None:
+        low = await rig.submit_one(meta=with_priority(Priority.LOW))
+        normal = await rig.submit_one()
+        seen: set[str] = set()
+        for _ in range(16):
+            # More urgent work arrives than this worker takes, turn after turn.
+            await rig.submit(10, meta=with_priority(Priority.HIGH))
+            claims = await rig.claim(limit=5)
+            assert len(claims) == 5
+            seen.update(ids(claims))
+        assert {low, normal} <= seen
+
+    async def test_a_retry_keeps_its_priority(self, rig: Rig) -> None:
+        high = await rig.submit_one(meta=with_priority(Priority.HIGH), delay_ms=MINUTE_MS)
+        low = await rig.submit_one(meta=with_priority(Priority.LOW), delay_ms=MINUTE_MS - 1)
+        await rig.harness.advance(MINUTE_MS)
+        await rig.promote()
+        assert ids(await rig.claim()) == [high, low]
+
+    # Paused intake ---------------------------------------------------------------------------------
+
+    async def test_paused_intake_refuses_and_keeps_nothing(self, rig: Rig) -> None:
+        before = await rig.submit_one()
+        await rig.engine.set_control(rig.queue, Control(intake_paused=True))
+        envelope = rig.envelope()
+        with pytest.raises(IntakeRefused) as refused:
+            await rig.engine.submit([envelope])
+        assert refused.value.queue == rig.queue
+        assert rig.engine.counts.intake_refused == 1
+        assert await rig.find(envelope.job_id) is None
+        assert ids(await rig.claim()) == [before]
+
+        other = rig.envelope(queue=OTHER_QUEUE)
+        assert await rig.engine.submit([other]) == [Receipt(other.job_id)]
+        await rig.engine.set_control(rig.queue, Control())
+        assert await rig.engine.submit([envelope]) == [Receipt(envelope.job_id)]

@@ -1,0 +1,305 @@
+"""Holding: claims, leases, renewal, take-over, poison pills (S6, Q4–Q9, Y5)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from holdfast.core.job import Lease
+from holdfast.core.states import State
+from holdfast.core.verdict import POISON_PILL, Answer, Release, RetryLater, Verdict
+from holdfast.engine.port import Control, RetryVia
+from holdfast.testing.contract.harness import (
+    EVERY_VERDICT,
+    FAILURE,
+    LONG_WAIT_MS,
+    OTHER_QUEUE,
+    QUEUE,
+    Contract,
+    EngineHarness,
+    Rig,
+    both_modes,
+    granted,
+    ids,
+    soon,
+)
+
+
+class LeaseContract(Contract):
+    """What `claim`, `resume`, `renew`, `reclaim` and `leave` promise."""
+
+    # Claiming --------------------------------------------------------------------------------------
+
+    async def test_a_claim_is_a_lease(self, rig: Rig) -> None:
+        job_id = await rig.submit_one()
+        claim = await rig.claim_one("w1")
+        assert claim.job_id == job_id
+        assert (claim.attempt, claim.lease.deliveries, claim.lease.worker) == (1, 1, "w1")
+        assert claim.claimed_at_ms >= claim.created_at_ms > 0
+        view = await rig.view(job_id)
+        assert (view.state, view.attempt, view.worker) == (State.RUNNING, 1, "w1")
+
+    async def test_no_two_workers_get_the_same_job(self, rig: Rig) -> None:
+        submitted = await rig.submit(20)
+        claims = await asyncio.gather(*(rig.claim(f"w{n}", 5) for n in range(6)))
+        assert sorted(ids(claim for batch in claims for claim in batch)) == sorted(submitted)
+
+    async def test_a_claim_takes_no_more_than_its_limit(self, rig: Rig) -> None:
+        await rig.submit(5)
+        assert len(await rig.claim(limit=2)) == 2
+        assert await rig.claim(limit=0) == []
+        assert await rig.claim(limit=-1) == []
+        assert len(await rig.claim(limit=10)) == 3
+
+    async def test_an_unknown_queue_gives_nothing(self, rig: Rig) -> None:
+        assert await rig.engine.claim("w1", ["nobody-wrote-here"], 10, 0) == []
+        assert await rig.engine.claim("w1", [], 10, 0) == []
+
+    async def test_a_claim_serves_several_queues(self, rig: Rig) -> None:
+        here, there = await rig.submit_one(), await rig.submit_one(queue=OTHER_QUEUE)
+        claims = await rig.engine.claim("w1", [rig.queue, OTHER_QUEUE], 10, 0)
+        assert {claim.queue: claim.job_id for claim in claims} == {rig.queue: here, OTHER_QUEUE: there}
+        assert await rig.succeed(*claims) == [Answer.APPLIED] * 2
+
+    async def test_an_idle_worker_is_woken_by_a_submission(self, rig: Rig) -> None:
+        waiting = asyncio.create_task(rig.engine.claim("w1", [rig.queue], 10, LONG_WAIT_MS))
+        job_id = await rig.submit_one()
+        assert ids(await soon(waiting)) == [job_id]
+
+    async def test_an_idle_worker_is_woken_by_a_promotion(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(delay_ms=60_000)
+        await rig.harness.advance(60_001)
+        waiting = asyncio.create_task(rig.engine.claim("w1", [rig.queue], 10, LONG_WAIT_MS))
+        await rig.promote()
+        assert ids(await soon(waiting)) == [job_id]
+
+    async def test_an_idle_worker_is_woken_when_a_queue_goes_on(self, rig: Rig) -> None:
+        await rig.engine.set_control(rig.queue, Control(paused=True))
+        job_id = await rig.submit_one()
+        assert await rig.claim() == []
+        waiting = asyncio.create_task(rig.engine.claim("w1", [rig.queue], 10, LONG_WAIT_MS))
+        await rig.engine.set_control(rig.queue, Control())
+        assert ids(await soon(waiting)) == [job_id]
+
+    async def test_waiting_in_vain_ends(self, rig: Rig) -> None:
+        assert await soon(rig.engine.claim("w1", [rig.queue], 10, 20)) == []
+
+    async def test_a_paused_queue_gives_nothing_and_the_others_go_on(self, rig: Rig) -> None:
+        await rig.submit_one()
+        there = await rig.submit_one(queue=OTHER_QUEUE)
+        await rig.engine.set_control(rig.queue, Control(paused=True))
+        assert ids(await rig.engine.claim("w1", [rig.queue, OTHER_QUEUE], 10, 0)) == [there]
+
+    async def test_work_in_hand_can_be_finished_in_a_paused_queue(self, rig: Rig) -> None:
+        claim = await rig.start_one()
+        await rig.engine.set_control(rig.queue, Control(paused=True))
+        assert await rig.engine.renew([claim.lease]) == []
+        assert await rig.succeed(claim) == [Answer.APPLIED]
+
+    # After a lost reply ----------------------------------------------------------------------------
+
+    async def test_resume_gives_what_a_lost_reply_had_granted(self, rig: Rig) -> None:
+        await rig.submit(3)
+        lost = await rig.claim("w1", 2)
+        resumed = await rig.engine.resume("w1", [rig.queue], ())
+        assert granted(resumed) == granted(lost)
+        assert await rig.succeed(*resumed) == [Answer.APPLIED] * 2
+        assert [event.type for event in await rig.events()].count("task.claimed") == 2
+
+    async def test_resume_leaves_out_what_is_in_hand(self, rig: Rig) -> None:
+        await rig.submit(3)
+        held, lost = [await rig.claim_one("w1") for _ in range(2)]
+        assert ids(await rig.engine.resume("w1", [rig.queue], {held.lease.token})) == [lost.job_id]
+        assert await rig.engine.resume("w1", [rig.queue], {held.lease.token, lost.lease.token}) == []
+
+    @both_modes
+    async def test_resume_gives_nothing_that_is_not_leased_to_this_worker(self, rig: Rig) -> None:
+        await rig.start_one("w2")
+        ended, retrying, cancelled = [await rig.start_one("w1") for _ in range(3)]
+        await rig.succeed(ended)
+        await rig.settle(retrying, RetryLater(0, FAILURE))
+        await rig.move(cancelled.job_id, State.CANCELLED)
+        assert await rig.engine.resume("w1", [rig.queue], ()) == []
+        assert await rig.engine.resume("stranger", [rig.queue], ()) == []
+
+    async def test_resume_after_a_lost_reply_to_a_reclaim(self, rig: Rig) -> None:
+        await rig.start_one("w1")
+        await rig.lose_leases()
+        lost = await rig.reclaim_one("w2")
+        assert granted(await rig.engine.resume("w2", [rig.queue], ())) == granted([lost])
+
+    # Renewing --------------------------------------------------------------------------------------
+
+    async def test_a_renewed_lease_is_kept(self, rig: Rig) -> None:
+        claim = await rig.start_one("w1")
+        for _ in range(4):
+            await rig.harness.advance(rig.engine.options.visibility_timeout_ms // 2)
+            assert await rig.engine.renew([claim.lease]) == []
+            assert await rig.reclaim("w2") == []
+        assert await rig.succeed(claim) == [Answer.APPLIED]
+        assert await rig.story(claim.job_id) == ["task.created", "task.claimed", "task.succeeded"]
+
+    async def test_renew_names_the_leases_that_are_lost(self, rig: Rig) -> None:
+        taken = await rig.start_one("w1")
+        await rig.lose_leases()
+        await rig.reclaim_one("w2")
+        kept, ended, cancelled = [await rig.start_one("w1") for _ in range(3)]
+        await rig.succeed(ended)
+        await rig.move(cancelled.job_id, State.CANCELLED)
+        never = Lease(rig.queue, kept.job_id, kept.lease.place, kept.lease.deliveries + 1, "w1")
+        leases = [claim.lease for claim in (taken, kept, ended, cancelled)] + [never]
+        assert await rig.engine.renew(leases) == [taken.lease, ended.lease, cancelled.lease, never]
+
+    async def test_renewing_a_lost_lease_does_not_lengthen_the_new_one(self, rig: Rig) -> None:
+        visibility_ms = rig.engine.options.visibility_timeout_ms
+        old = await rig.start_one("w1")
+        await rig.lose_leases()
+        await rig.reclaim_one("w2")
+        await rig.harness.advance(visibility_ms - 5_000)
+        assert await rig.engine.renew([old.lease]) == [old.lease]
+        await rig.harness.advance(5_001)
+        assert ids(await rig.reclaim("w3")) == [old.job_id]
+
+    async def test_renewing_nothing_is_fine(self, rig: Rig) -> None:
+        assert await rig.engine.renew([]) == []
+
+    async def test_a_lease_that_ran_out_but_was_not_taken_still_counts(self, rig: Rig) -> None:
+        claim = await rig.start_one("w1")
+        await rig.lose_leases()
+        assert await rig.engine.renew([claim.lease]) == []
+        assert await rig.reclaim("w2") == []
+        await rig.lose_leases()
+        assert await rig.succeed(claim) == [Answer.APPLIED]
+
+    # Taking over -----------------------------------------------------------------------------------
+
+    async def test_nothing_is_taken_before_its_time(self, rig: Rig) -> None:
+        await rig.start_one("w1")
+        assert await rig.reclaim() == []
+        await rig.harness.advance(rig.engine.options.visibility_timeout_ms - 5_000)
+        assert await rig.reclaim() == []
+
+    async def test_a_take_over_is_a_new_attempt_and_an_event_of_its_own(self, rig: Rig) -> None:
+        old = await rig.start_one("w1", payload=b'{"n":9}')
+        await rig.lose_leases()
+        new = await rig.reclaim_one("w2")
+        assert (new.job_id, new.payload, new.attempt, new.lease.worker) == (old.job_id, b'{"n":9}', 2, "w2")
+        assert new.lease.token != old.lease.token
+        view = await rig.view(old.job_id)
+        assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")
+        assert await rig.succeed(new) == [Answer.APPLIED]
+
+        reclaimed = (await rig.events(old.job_id))[2]
+        assert (reclaimed.type, reclaimed.from_state, reclaimed.to_state) == ("task.reclaimed", "running", "running")
+        assert (reclaimed.attempt, reclaimed.worker) == (2, "w2")
+        assert (reclaimed.data or {})["old_worker"] == "w1"
+        assert (reclaimed.data or {})["message_id"]
+        assert await rig.story(old.job_id) == ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"]
+
+    async def test_reclaim_takes_no_more_than_its_limit(self, rig: Rig) -> None:
+        submitted = await rig.submit(5)
+        await rig.claim("w1")
+        await rig.lose_leases()
+        taken = [await rig.reclaim("w2", limit) for limit in (2, 2, 2, 2)]
+        assert [len(claims) for claims in taken] == [2, 2, 1, 0]
+        assert sorted(ids(claim for claims in taken for claim in claims)) == sorted(submitted)
+        assert await rig.reclaim("w3", 0) == []
+
+    async def test_two_reclaimers_do_not_share_a_job(self, rig: Rig) -> None:
+        submitted = await rig.submit(10)
+        await rig.claim("w1")
+        await rig.lose_leases()
+        one, two = await asyncio.gather(rig.reclaim("w2"), rig.reclaim("w3"))
+        assert sorted(ids(one) + ids(two)) == sorted(submitted)
+
+    @pytest.mark.parametrize("verdict", EVERY_VERDICT, ids=lambda verdict: type(verdict).__name__)
+    async def test_a_stale_lease_changes_nothing(self, rig: Rig, verdict: Verdict) -> None:
+        old = await rig.start_one("w1")
+        await rig.lose_leases()
+        new = await rig.reclaim_one("w2")
+        before = await rig.view(old.job_id), await rig.events()
+
+        assert await rig.settle(old, verdict) is Answer.STALE
+
+        assert (await rig.view(old.job_id), await rig.events()) == before
+        assert rig.engine.counts.stale_settles == 1
+        assert await rig.settle(new, verdict) is Answer.APPLIED
+
+    @pytest.mark.parametrize("verdict", EVERY_VERDICT, ids=lambda verdict: type(verdict).__name__)
+    async def test_a_worker_cannot_settle_its_first_attempt_into_its_second(self, rig: Rig, verdict: Verdict) -> None:
+        first = await rig.start_one("w1")
+        await rig.lose_leases()
+        second = await rig.reclaim_one("w1")
+        assert second.lease.worker == first.lease.worker
+        assert await rig.engine.renew([first.lease]) == [first.lease]
+        assert await rig.settle(first, verdict) is Answer.STALE
+        assert await rig.state(first.job_id) is State.RUNNING
+        assert await rig.settle(second, verdict) is Answer.APPLIED
+
+    # Poison pills ----------------------------------------------------------------------------------
+
+    async def test_a_job_that_kills_its_workers_is_a_poison_pill(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, max_deliveries=3)
+        claim = await rig.start_one("w0")
+        for worker in ("w1", "w2"):
+            await rig.lose_leases()
+            assert (await rig.reclaim_one(worker)).meta.retry_count == 0
+        await rig.lose_leases()
+        assert await rig.reclaim("w3") == []
+        view = await rig.view(claim.job_id)
+        assert view.state is State.FAILED
+        assert view.failure is not None
+        assert view.failure.code == POISON_PILL
+        assert rig.engine.counts.poisoned == 1
+        assert (await rig.story(claim.job_id))[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
+        assert await rig.claim_due() == []
+
+    async def test_a_poison_pill_waits_for_the_ledger(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, max_deliveries=1, ledger=True)
+        claim = await rig.start_one()
+        await rig.lose_leases()
+        assert await rig.reclaim() == []
+        assert await rig.state(claim.job_id) is State.DLQ_PENDING
+
+    @both_modes
+    async def test_retries_are_no_lost_leases(self, harness: EngineHarness, mode: RetryVia) -> None:
+        rig = await Rig.on(harness, max_deliveries=2, retry_via={QUEUE: mode})
+        claim = await rig.start_one()
+        for retry_count in range(1, 6):
+            assert await rig.settle(claim, RetryLater(1_000, FAILURE)) is Answer.APPLIED
+            await harness.advance(1_001)
+            (claim,) = await rig.claim_due()
+            assert (claim.meta.retry_count, claim.attempt) == (retry_count, retry_count + 1)
+
+    @both_modes
+    @pytest.mark.parametrize("between", [RetryLater(0, FAILURE), Release("draining")], ids=["retry", "release"])
+    async def test_lost_leases_add_up_over_the_life_of_a_job(
+        self, harness: EngineHarness, mode: RetryVia, between: Verdict
+    ) -> None:
+        rig = await Rig.on(harness, max_deliveries=2, retry_via={QUEUE: mode})
+        job_id = (await rig.start_one("w0")).job_id
+        await rig.lose_leases()
+        again = await rig.reclaim_one("w1")
+        assert await rig.settle(again, between) is Answer.APPLIED
+        await harness.advance(1)
+        assert ids(await rig.claim_due("w2")) == [job_id]
+        await rig.lose_leases()
+        assert await rig.reclaim("w3") == []
+        assert await rig.state(job_id) is State.FAILED
+
+    # Leaving ---------------------------------------------------------------------------------------
+
+    async def test_a_worker_that_leaves_is_forgotten(self, rig: Rig) -> None:
+        claim = await rig.start_one("w1")
+        assert (await rig.engine.stats(rig.queue)).workers == 1
+        await rig.succeed(claim)
+        await rig.engine.leave("w1", [rig.queue])
+        assert (await rig.engine.stats(rig.queue)).workers == 0
+        await rig.engine.leave("w1", [rig.queue, "nobody-wrote-here"])
+
+    async def test_a_worker_that_leaves_with_leases_loses_no_job(self, rig: Rig) -> None:
+        claim = await rig.start_one("w1")
+        await rig.engine.leave("w1", [rig.queue])
+        await rig.lose_leases()
+        assert ids(await rig.reclaim("w2")) == [claim.job_id]

@@ -1,0 +1,216 @@
+"""An operator's hand: moves by the table, cancellation, controls, notices (S1, S2, A2, D6, H5)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from holdfast.core.states import State, is_legal
+from holdfast.core.verdict import Answer, RetryLater
+from holdfast.engine.port import Cancelled, Control, Controlled, Due, Engine, Notice
+from holdfast.errors import HoldfastError, TransitionInvalid, UnknownJob
+from holdfast.testing.contract.harness import FAILURE, LONG_WAIT_MS, Contract, EngineHarness, Rig, ids, soon
+from holdfast.testing.history import check_history
+
+#: Where an operator may send a job, if the table agrees.
+OPERATOR_TARGETS: Final = frozenset(
+    {
+        State.QUEUED,
+        State.SUSPENDED,
+        State.WAITING_APPROVAL,
+        State.CANCELLED,
+        State.DLQ_PENDING,
+        State.DLQ_RECORDED,
+        State.FAILED,
+    }
+)
+
+
+class MoveContract(Contract):
+    """What `move` promises."""
+
+    @pytest.mark.parametrize("state", list(State))
+    async def test_every_move_is_made_or_refused_as_the_table_says(self, harness: EngineHarness, state: State) -> None:
+        rig = await Rig.on(harness, ledger=True)
+        for target in State:
+            job_id, claim = await rig.put_in(state)
+            if target in OPERATOR_TARGETS and is_legal(state, target):
+                await self._expect_moved(rig, job_id, state, target)
+                if claim is not None:
+                    assert await rig.succeed(claim) != [Answer.APPLIED]
+            else:
+                await self._expect_refused(rig, job_id, state, target)
+            await rig.succeed(*await rig.claim())
+        check_history(await rig.events())
+
+    async def _expect_moved(self, rig: Rig, job_id: str, state: State, target: State) -> None:
+        assert await rig.move(job_id, target, actor="ann", reason="as agreed") is state
+        assert await rig.state(job_id) is target
+        event = (await rig.events(job_id))[-1]
+        assert (event.from_state, event.to_state) == (state, target)
+        assert "as agreed" in event.message
+        assert b"ann" in msgspec.json.encode(event)
+
+    async def _expect_refused(self, rig: Rig, job_id: str, state: State, target: State) -> None:
+        before, refused = (await rig.view(job_id), await rig.events(job_id)), rig.engine.counts.illegal_moves
+        if target in OPERATOR_TARGETS:
+            with pytest.raises(TransitionInvalid) as error:
+                await rig.move(job_id, target)
+            assert (error.value.job_id, error.value.from_state, error.value.to_state) == (job_id, state, target)
+            assert error.value.code == "WF_STATE_TRANSITION_INVALID"
+            assert rig.engine.counts.illegal_moves == refused + 1
+        else:
+            # Only a worker can run, retry or succeed.
+            with pytest.raises(HoldfastError):
+                await rig.move(job_id, target)
+        assert (await rig.view(job_id), await rig.events(job_id)) == before
+
+    async def test_an_expected_state_must_be_the_state(self, rig: Rig) -> None:
+        job_id = await rig.submit_one()
+        with pytest.raises(TransitionInvalid):
+            await rig.move(job_id, State.CANCELLED, expected=State.RETRYING)
+        assert await rig.state(job_id) is State.QUEUED
+        assert await rig.move(job_id, State.CANCELLED, expected=State.QUEUED) is State.QUEUED
+
+    async def test_an_unknown_job_is_an_error(self, rig: Rig) -> None:
+        with pytest.raises(UnknownJob):
+            await rig.move("never-submitted", State.CANCELLED)
+        await rig.submit_one()
+        with pytest.raises(UnknownJob):
+            await rig.engine.move("letters", "never-submitted", State.CANCELLED, actor="ann", reason="")
+
+    # Cancelling ------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        "fields", [{}, {"delay_ms": 1_000}, {"hold": True}], ids=["queued", "delayed", "waiting_approval"]
+    )
+    async def test_a_cancelled_job_never_runs(self, rig: Rig, fields: dict[str, Any]) -> None:
+        job_id = await rig.submit_one(**fields)
+        await rig.move(job_id, State.CANCELLED, reason="typo")
+        await rig.lose_leases()
+        assert await rig.claim_due() == []
+        view = await rig.view(job_id)
+        assert view.state is State.CANCELLED
+        assert view.finished_at_ms >= view.created_at_ms
+        assert await rig.open_jobs() == 0
+        check_history(await rig.events(), ended=True)
+
+    async def test_a_running_job_is_taken_from_its_worker(self, rig: Rig) -> None:
+        claim, other = await rig.start_one("w1"), await rig.start_one("w1")
+        assert await rig.move(claim.job_id, State.CANCELLED) is State.RUNNING
+        assert await rig.engine.renew([claim.lease, other.lease]) == [claim.lease]
+        assert await rig.succeed(claim, other) == [Answer.STALE, Answer.APPLIED]
+        await rig.lose_leases()
+        assert await rig.claim_due() == []
+        assert (await rig.story(claim.job_id))[-1] == "task.cancelled"
+        assert await rig.open_jobs() == 0
+        check_history(await rig.events(), ended=True)
+
+    async def test_a_cancel_and_a_settle_cannot_both_win(self, rig: Rig) -> None:
+        claims = [await rig.start_one() for _ in range(10)]
+
+        async def cancel(job_id: str) -> bool:
+            try:
+                await rig.move(job_id, State.CANCELLED)
+            except TransitionInvalid:
+                return False
+            return True
+
+        for claim in claims:
+            cancelled, (answer,) = await asyncio.gather(cancel(claim.job_id), rig.succeed(claim))
+            assert cancelled is (answer is Answer.STALE)
+            assert await rig.state(claim.job_id) is (State.CANCELLED if cancelled else State.SUCCEEDED)
+        check_history(await rig.events(), ended=True)
+
+    async def test_a_running_job_can_be_put_back_in_line(self, rig: Rig) -> None:
+        claim = await rig.start_one("w1")
+        assert await rig.move(claim.job_id, State.QUEUED) is State.RUNNING
+        again = await rig.claim_one("w2")
+        assert again.job_id == claim.job_id
+        assert await rig.succeed(claim) == [Answer.STALE]
+        assert await rig.succeed(again) == [Answer.APPLIED]
+        check_history(await rig.events(), ended=True)
+
+    async def test_without_a_ledger_a_job_sent_to_the_dead_letters_ends(self, rig: Rig) -> None:
+        job_id = await rig.submit_one()
+        assert await rig.move(job_id, State.DLQ_PENDING, reason="never again") is State.QUEUED
+        assert await rig.state(job_id) is State.FAILED
+        assert await rig.claim_due() == []
+        assert await rig.story(job_id) == ["task.created", "task.dlq_pending", "task.dlq", "task.failed"]
+        assert (await rig.engine.stats(rig.queue)).dead_letters == 1
+
+    async def test_a_queued_job_can_be_parked_and_resumed(self, rig: Rig) -> None:
+        for park in (State.SUSPENDED, State.WAITING_APPROVAL):
+            job_id = await rig.submit_one()
+            await rig.move(job_id, park)
+            assert await rig.claim_due() == []
+            await rig.move(job_id, State.QUEUED)
+            (claim,) = await rig.claim_due()
+            assert (claim.job_id, claim.attempt) == (job_id, 1)
+            await rig.succeed(claim)
+
+
+class ControlContract(Contract):
+    """What `control`, `set_control` and `listen` promise."""
+
+    async def test_controls_are_kept(self, rig: Rig) -> None:
+        assert await rig.engine.control(rig.queue) == Control()
+        wanted = Control(paused=True, intake_paused=True, concurrency=3)
+        await rig.engine.set_control(rig.queue, wanted)
+        other = await rig.harness.make()
+        assert await other.control(rig.queue) == wanted
+        assert await other.control("letters") == Control()
+        await other.set_control(rig.queue, Control())
+        assert await rig.engine.control(rig.queue) == Control()
+
+    async def test_a_paused_queue_holds_back_what_falls_due(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(delay_ms=1_000)
+        await rig.engine.set_control(rig.queue, Control(paused=True))
+        await rig.harness.advance(1_001)
+        await rig.promote()
+        assert await rig.claim() == []
+        await rig.engine.set_control(rig.queue, Control())
+        assert ids(await rig.claim_due()) == [job_id]
+
+    async def test_listeners_hear_of_a_cancelled_run(self, rig: Rig) -> None:
+        listener = await self._listener(rig)
+        claim = await rig.start_one()
+        await rig.move(claim.job_id, State.CANCELLED)
+        await self._hears(rig, listener, Cancelled(rig.queue, claim.job_id))
+
+    async def test_listeners_hear_of_a_change_of_controls(self, rig: Rig) -> None:
+        listener = await self._listener(rig)
+        await rig.engine.set_control(rig.queue, Control(concurrency=2))
+        await self._hears(rig, listener, Controlled(rig.queue))
+
+    async def test_listeners_hear_when_something_falls_due_earlier(self, rig: Rig) -> None:
+        listener = await self._listener(rig)
+        due_at_ms = await rig.engine.now_ms() + 60_000
+        await rig.submit(run_at_ms=due_at_ms)
+        await self._hears(rig, listener, Due(rig.queue, due_at_ms))
+        claim = await rig.start_one()
+        await rig.settle(claim, RetryLater(1_000, FAILURE))
+        while True:
+            heard = await soon(listener.listen([rig.queue], LONG_WAIT_MS))
+            assert heard, "nobody said that a retry is due earlier"
+            if any(isinstance(notice, Due) and notice.at_ms < due_at_ms for notice in heard):
+                break
+
+    async def test_listening_in_vain_ends(self, rig: Rig) -> None:
+        await rig.engine.listen([rig.queue], 0)
+        assert await soon(rig.engine.listen([rig.queue], 20)) == []
+
+    async def _listener(self, rig: Rig) -> Engine:
+        listener = await rig.harness.make()
+        await listener.listen([rig.queue], 0)
+        return listener
+
+    async def _hears(self, rig: Rig, listener: Engine, wanted: Notice) -> None:
+        while True:
+            heard = await soon(listener.listen([rig.queue], LONG_WAIT_MS))
+            assert heard, f"{wanted} was never heard"
+            if wanted in heard:
+                return

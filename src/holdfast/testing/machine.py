@@ -1,0 +1,331 @@
+"""Random histories: a Hypothesis state machine that drives an engine and its model side by side.
+
+Workers claim, settle, renew, crash and come back late; operators move jobs about; replies are lost and operations
+resent; time passes. After each step every job is compared, at the end everything still open is worked
+off, and the feed must tell one legal story for each job.
+
+    machine = engine_machine(world)
+    run_state_machine_as_test(machine, settings=…)
+
+A failing run prints the steps as a program; with `derandomize` it fails again at the same place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine, Iterable
+from itertools import count
+from typing import Any, ClassVar, Final, Protocol, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from holdfast.core.job import Claim, Envelope, Event, Failure, Meta, Priority
+from holdfast.core.states import State
+from holdfast.core.verdict import (
+    Answer,
+    DeadLetter,
+    Hold,
+    Release,
+    RetryLater,
+    Settlement,
+    Succeed,
+    Suspend,
+    Verdict,
+)
+from holdfast.engine.port import Engine
+from holdfast.errors import TransitionInvalid
+from holdfast.testing.contract.operators import OPERATOR_TARGETS
+from holdfast.testing.history import check_history
+from holdfast.testing.model import MAX_DELIVERIES, UNIT_MS, VISIBILITY_MS, Model
+
+T = TypeVar("T")
+
+#: What the engines of a world are made with; retries of queues whose name begins with `pending` wait there.
+OPTIONS: Final[dict[str, Any]] = {
+    "visibility_timeout_ms": VISIBILITY_MS,
+    "max_deliveries": MAX_DELIVERIES,
+    "feed_limit": 1_000_000,
+    "idempotency_window_ms": 1_000_000 * UNIT_MS,
+    "finished_ttl_ms": 1_000_000 * UNIT_MS,
+}
+
+DELAYS_MS: Final = (0, UNIT_MS // 2, UNIT_MS + UNIT_MS // 2)
+SEATS: Final = ("a", "b", "c")
+FAILURE: Final = Failure("TASK_ERROR", "no luck")
+
+_queue_numbers = count(1)
+
+delays = st.sampled_from(DELAYS_MS)
+seats = st.sampled_from(SEATS)
+verdicts: st.SearchStrategy[Verdict] = st.one_of(
+    st.just(Succeed(b"1")),
+    st.builds(RetryLater, delays, st.just(FAILURE), st.booleans()),
+    st.just(DeadLetter(FAILURE)),
+    st.just(Suspend(FAILURE)),
+    st.just(Hold("really?")),
+    st.builds(Release, st.just("draining"), delays, st.booleans()),
+)
+submissions = st.fixed_dictionaries(
+    {
+        "idempotency_key": st.sampled_from(("", "", "k1", "k2")),
+        "tenant_id": st.sampled_from(("acme", "zeta")),
+        "delay_ms": st.sampled_from((0, *DELAYS_MS)),
+        "priority": st.sampled_from(list(Priority)),
+        "hold": st.sampled_from((False, False, False, True)),
+    }
+)
+
+
+class World(Protocol):
+    """Where the machine runs: engines that stay open from example to example."""
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the engines' event loop."""
+        ...
+
+    def engine(self, *, ledger: bool) -> Engine:
+        """An opened engine made with `OPTIONS`; queues named `pending…` keep retries in the pending list."""
+        ...
+
+    async def advance(self, queue: str, ms: int) -> None:
+        """Let time pass, at least for this queue."""
+        ...
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """One queue's life. Subclass with a `world`."""
+
+    world: ClassVar[World]
+
+    @initialize(ledger=st.booleans(), pending=st.booleans())
+    def begin(self, ledger: bool, pending: bool) -> None:
+        number = next(_queue_numbers)
+        self.queue = f"{'pending' if pending else 'schedule'}-{number}"
+        self.engine = self.world.engine(ledger=ledger)
+        self.model = Model(ledger, pending)
+        self.envelopes: list[Envelope] = []
+        #: What each worker believes to hold, lost leases included: it learns of them only by asking.
+        self.hands: dict[str, dict[str, Claim]] = {seat: {} for seat in SEATS}
+        self.incarnations = dict.fromkeys(SEATS, 0)
+
+    # Submitting ------------------------------------------------------------------------------------
+
+    @rule(batch=st.lists(submissions, min_size=1, max_size=3), resend=st.booleans())
+    def submit(self, batch: list[dict[str, Any]], resend: bool) -> None:
+        envelopes = [self._envelope(len(self.envelopes) + index, **fields) for index, fields in enumerate(batch)]
+        self.envelopes += envelopes
+        self._submit(envelopes)
+        if resend:
+            self._submit(envelopes)
+
+    @precondition(lambda self: self.envelopes)
+    @rule(data=st.data())
+    def submit_again_late(self, data: st.DataObject) -> None:
+        self._submit([data.draw(st.sampled_from(self.envelopes))])
+
+    def _submit(self, envelopes: list[Envelope]) -> None:
+        assert self._run(self.engine.submit(envelopes)) == [self.model.submit(envelope) for envelope in envelopes]
+
+    def _envelope(self, number: int, priority: Priority, **fields: Any) -> Envelope:
+        return Envelope(
+            job_id=f"{self.queue}-{number}",
+            task="noop",
+            payload=b'{"n":%d}' % number,
+            queue=self.queue,
+            meta=Meta(priority=priority),
+            **fields,
+        )
+
+    # Working ---------------------------------------------------------------------------------------
+
+    @rule(seat=seats, limit=st.integers(1, 4), lost=st.booleans())
+    def claim(self, seat: str, limit: int, lost: bool) -> None:
+        ready = self.model.ready()
+        allowed = ready | self.model.due(in_pending=False)
+        claims = self._run(self.engine.claim(self._worker(seat), [self.queue], limit, 0))
+        given = {claim.job_id for claim in claims}
+        assert given <= allowed, f"{given - allowed} may not run"
+        assert len(given) == len(claims) >= min(limit, len(ready))
+        for claim in claims:
+            self.model.start(claim)
+        self.model.notice()
+        self._receive(seat, claims, lost)
+
+    @rule(seat=seats, lost=st.booleans())
+    def reclaim(self, seat: str, lost: bool) -> None:
+        poisoned, taken = self.model.poisoned(), self.model.lost()
+        due = self.model.due(in_pending=True)
+        claims = self._run(self.engine.reclaim(self._worker(seat), [self.queue], 100))
+        assert {claim.job_id for claim in claims} == (taken - poisoned) | due
+        for claim in claims:
+            if claim.job_id in due:
+                self.model.start(claim)
+            else:
+                self.model.take_over(claim)
+        for job_id in poisoned:
+            self.model.poison(job_id)
+        self._receive(seat, claims, lost)
+
+    @rule(seat=seats)
+    def resume(self, seat: str) -> None:
+        worker, hand = self._worker(seat), self.hands[seat]
+        claims = self._run(self.engine.resume(worker, [self.queue], set(hand)))
+        granted = self.model.held_by(worker)
+        assert {claim.lease.token: claim.attempt for claim in claims} == {
+            token: attempt for token, attempt in granted.items() if token not in hand
+        }
+        self._receive(seat, claims, lost=False)
+
+    @precondition(lambda self: any(self.hands.values()))
+    @rule(data=st.data(), resend=st.booleans(), forget=st.booleans())
+    def settle(self, data: st.DataObject, resend: bool, forget: bool) -> None:
+        seat = data.draw(st.sampled_from([seat for seat in SEATS if self.hands[seat]]))
+        chosen = data.draw(st.lists(st.sampled_from(list(self.hands[seat])), min_size=1, max_size=3, unique=True))
+        settlements = [self._settlement(self.hands[seat][token], data.draw(verdicts)) for token in chosen]
+        for _ in range(2 if resend else 1):
+            self._settle(settlements)
+        if forget:
+            for token in chosen:
+                del self.hands[seat][token]
+
+    @precondition(lambda self: any(self.hands.values()))
+    @rule(seat=seats)
+    def renew(self, seat: str) -> None:
+        leases = [claim.lease for claim in self.hands[seat].values()]
+        lost = self._run(self.engine.renew(leases))
+        assert lost == [lease for lease in leases if not self.model.holds(lease)]
+        for lease in leases:
+            if lease in lost:
+                del self.hands[seat][lease.token]
+            else:
+                self.model.renew(lease)
+
+    @rule(seat=seats)
+    def crash(self, seat: str) -> None:
+        """The worker is gone, and another incarnation takes its seat."""
+        self.hands[seat].clear()
+        self.incarnations[seat] += 1
+
+    @rule(seat=seats)
+    def leave(self, seat: str) -> None:
+        self._run(self.engine.leave(self._worker(seat), [self.queue]))
+
+    # Time and operators ----------------------------------------------------------------------------
+
+    @rule()
+    def promote(self) -> None:
+        self.model.promote(self._run(self.engine.promote([self.queue], 100)).count)
+
+    @rule(units=st.sampled_from((1, 2, 4)))
+    def pass_time(self, units: int) -> None:
+        self._run(self.world.advance(self.queue, units * UNIT_MS))
+        self.model.now += units * UNIT_MS
+
+    @precondition(lambda self: self.model.jobs)
+    @rule(data=st.data(), to=st.sampled_from(sorted(OPERATOR_TARGETS)))
+    def move(self, data: st.DataObject, to: State) -> None:
+        job_id = data.draw(st.sampled_from(list(self.model.jobs)))
+        expected = data.draw(st.sampled_from((None, None, *State)))
+        legal = self.model.may_move(job_id, to, expected)
+        work = self.engine.move(self.queue, job_id, to, actor="ann", reason="chance", expected=expected)
+        try:
+            came_from: State | None = self._run(work)
+        except TransitionInvalid:
+            came_from = None
+        assert came_from == (self.model.move(job_id, to) if legal else None)
+
+    # Comparing -------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_job_is_where_it_should_be(self) -> None:
+        expected = {
+            job.job_id: self._seen_as(job.state, job.lease and job.lease.worker) for job in self.model.jobs.values()
+        }
+        views = self._run(self.engine.get(self.queue, list(expected)))
+        assert {view.job_id: self._seen_as(view.state, view.worker) for view in views if view} == expected
+
+    def teardown(self) -> None:
+        # After a failed step the engine and the model disagree already; a second complaint would hide the first.
+        if sys.exc_info()[0] is None and hasattr(self, "model"):
+            self._work_off()
+            history = check_history(self._events(), ended=True)
+            assert {story.job_id: story.state for story in history.stories.values()} == {
+                job.job_id: job.state for job in self.model.jobs.values()
+            }
+            assert sum(self._run(self.engine.stats(self.queue)).states.values()) == 0
+
+    def _work_off(self) -> None:
+        """Whatever is still open ends now: nothing is stuck."""
+        for _ in range(3):
+            self.pass_time(4)
+            self.promote()
+            self.reclaim("a", lost=False)
+            self.claim_all()
+            for job in self.model.open_jobs():
+                for to in _WAY_OUT.get(job.state, ()):
+                    assert self._run(self._move(job.job_id, to)) == self.model.move(job.job_id, to)
+        assert self.model.open_jobs() == []
+
+    def claim_all(self) -> None:
+        claims = self._run(self.engine.claim(self._worker("a"), [self.queue], 500, 0))
+        assert {claim.job_id for claim in claims} == self.model.ready()
+        for claim in claims:
+            self.model.start(claim)
+        running = [*claims, *self.hands["a"].values()]
+        self._settle([self._settlement(claim, Succeed(b"1")) for claim in running])
+        self.hands["a"].clear()
+
+    # Helpers ---------------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.world.run(work)
+
+    def _worker(self, seat: str) -> str:
+        return f"{seat}{self.incarnations[seat]}"
+
+    def _receive(self, seat: str, claims: Iterable[Claim], lost: bool) -> None:
+        if not lost:
+            self.hands[seat].update({claim.lease.token: claim for claim in claims})
+
+    def _settlement(self, claim: Claim, verdict: Verdict) -> Settlement:
+        return Settlement(claim, verdict, claim.claimed_at_ms)
+
+    def _settle(self, settlements: list[Settlement]) -> None:
+        answers = self._run(self.engine.settle(settlements))
+        assert len(answers) == len(settlements)
+        # Asked about an old attempt and the next one of the same job at once, an engine may look before it writes or after.
+        repeats = {each.claim.lease.token for each in settlements if self.model.was_settled(each.claim)}
+        for settlement, answer in zip(settlements, answers, strict=True):
+            expected = self.model.settle(settlement.claim, settlement.verdict)
+            if expected is Answer.STALE and settlement.claim.lease.token in repeats:
+                assert answer in (Answer.STALE, Answer.ALREADY)
+            else:
+                assert answer is expected
+
+    def _move(self, job_id: str, to: State) -> Coroutine[Any, Any, State]:
+        return self.engine.move(self.queue, job_id, to, actor="ann", reason="clearing up")
+
+    def _seen_as(self, state: State, worker: str | None) -> tuple[State, str]:
+        return state, (worker or "") if state is State.RUNNING else ""
+
+    def _events(self) -> list[Event]:
+        events: list[Event] = []
+        position = ""
+        while entries := self._run(self.engine.feed(self.queue, position, 500)):
+            events += [event for entry in entries for event in entry.events]
+            position = entries[-1].position
+        return events
+
+
+_WAY_OUT: Final[dict[State, tuple[State, ...]]] = {
+    State.SUSPENDED: (State.QUEUED,),
+    State.WAITING_APPROVAL: (State.QUEUED,),
+    State.DLQ_PENDING: (State.DLQ_RECORDED, State.FAILED),
+    State.DLQ_RECORDED: (State.FAILED,),
+}
+
+
+def engine_machine(world: World) -> type[EngineMachine]:
+    """The machine on this world."""
+    return type("EngineMachine", (EngineMachine,), {"world": world})

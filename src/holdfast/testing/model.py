@@ -1,0 +1,213 @@
+"""A queue in plain Python: what an engine should answer, in as few lines as it takes.
+
+No batches, no storage, no clock but a number. `machine.py` drives an engine and this model side by side with
+random steps and compares. Where the port leaves an engine a choice (which of the ready jobs a claim gives),
+the model checks that the choice was allowed, and follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, assert_never
+
+from holdfast.core.job import Claim, Envelope, Lease, Receipt
+from holdfast.core.states import FINAL, State, is_legal
+from holdfast.core.verdict import (
+    TARGETS,
+    Answer,
+    DeadLetter,
+    Hold,
+    Release,
+    RetryLater,
+    Succeed,
+    Suspend,
+    Verdict,
+)
+
+#: Model time moves in whole units; all durations end on half a unit. However slow the machine, a run of a few
+#: seconds never decides on which side of a deadline a step falls.
+UNIT_MS: Final = 1_000_000
+VISIBILITY_MS: Final = 3 * UNIT_MS + UNIT_MS // 2
+MAX_DELIVERIES: Final = 3
+
+
+@dataclass(slots=True)
+class ModelJob:
+    """One job as it should be."""
+
+    envelope: Envelope
+    state: State
+    #: Attempts used up so far.
+    attempt: int = 0
+    retry_count: int = 0
+    lost_leases: int = 0
+    #: The one lease that counts, while running.
+    lease: Lease | None = None
+    expires_at: int = 0
+    #: While it waits: when it may run.
+    due_at: int | None = None
+    #: It was due when somebody claimed: an engine may have put it in line on that occasion.
+    noticed: bool = False
+    #: What its submitter asked for; no operator makes it run earlier.
+    run_at: int = 0
+    #: An operator took it from its worker: whether that attempt, or its lost leases, count is the engine's choice.
+    taken_back: bool = False
+    #: The token of the last settlement that was applied.
+    settled: str = ""
+
+    @property
+    def job_id(self) -> str:
+        return self.envelope.job_id
+
+    @property
+    def in_line(self) -> bool:
+        return self.state in (State.QUEUED, State.RETRYING) and self.due_at is None
+
+
+@dataclass(slots=True)
+class Model:
+    """A queue. Methods that end in a question are asked before the engine acts, the others follow it."""
+
+    ledger: bool
+    pending: bool
+    now: int = 0
+    jobs: dict[str, ModelJob] = field(default_factory=dict)
+    keys: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    # Submitting ------------------------------------------------------------------------------------
+
+    def submit(self, envelope: Envelope) -> Receipt:
+        key = (envelope.tenant_id, envelope.idempotency_key or envelope.job_id)
+        if envelope.job_id in self.jobs:
+            return Receipt(envelope.job_id)
+        if key in self.keys:
+            return Receipt(self.keys[key], duplicate=True)
+        state = State.WAITING_APPROVAL if envelope.hold else State.QUEUED
+        job = ModelJob(envelope, state, run_at=self.now + envelope.delay_ms)
+        if envelope.delay_ms and not envelope.hold:
+            job.due_at = job.run_at
+        self.jobs[envelope.job_id] = job
+        self.keys[key] = envelope.job_id
+        return Receipt(envelope.job_id)
+
+    # Holding ---------------------------------------------------------------------------------------
+
+    def ready(self) -> set[str]:
+        return {job.job_id for job in self.jobs.values() if job.in_line}
+
+    def waiting(self, *, in_pending: bool) -> list[ModelJob]:
+        """Jobs with a due time; retries of a `pending` queue apart from the rest."""
+        return [
+            job
+            for job in self.jobs.values()
+            if job.due_at is not None and (self.pending and job.state is State.RETRYING) is in_pending
+        ]
+
+    def due(self, *, in_pending: bool) -> set[str]:
+        return {job.job_id for job in self.waiting(in_pending=in_pending) if (job.due_at or 0) <= self.now}
+
+    def notice(self) -> None:
+        for job_id in self.due(in_pending=False):
+            self.jobs[job_id].noticed = True
+
+    def promote(self, count: int) -> None:
+        due = [self.jobs[job_id] for job_id in self.due(in_pending=False)]
+        assert sum(not job.noticed for job in due) <= count <= len(due)
+        for job in due:
+            job.due_at, job.noticed = None, False
+
+    def start(self, claim: Claim) -> None:
+        """A ready or due job was claimed."""
+        job = self.jobs[claim.job_id]
+        expected = {job.attempt + 1, job.attempt} if job.taken_back else {job.attempt + 1}
+        assert claim.attempt in expected, f"attempt {claim.attempt}, expected {expected}"
+        if job.taken_back:
+            job.lost_leases = claim.meta.lost_leases
+        self._lease(job, claim)
+
+    def lost(self) -> set[str]:
+        return {job.job_id for job in self.jobs.values() if job.lease and job.expires_at <= self.now}
+
+    def poisoned(self) -> set[str]:
+        return {job_id for job_id in self.lost() if self.jobs[job_id].lost_leases + 1 >= MAX_DELIVERIES}
+
+    def take_over(self, claim: Claim) -> None:
+        """A lost lease went to another worker."""
+        job = self.jobs[claim.job_id]
+        assert claim.attempt == job.attempt + 1
+        job.lost_leases += 1
+        self._lease(job, claim)
+
+    def poison(self, job_id: str) -> None:
+        self._bury(self.jobs[job_id])
+
+    def holds(self, lease: Lease) -> bool:
+        return self.jobs[lease.job_id].lease == lease
+
+    def renew(self, lease: Lease) -> None:
+        self.jobs[lease.job_id].expires_at = self.now + VISIBILITY_MS
+
+    def held_by(self, worker: str) -> dict[str, int]:
+        """Token → attempt of the leases that this worker has."""
+        leased = [job for job in self.jobs.values() if job.lease is not None and job.lease.worker == worker]
+        return {job.lease.token: job.attempt for job in leased if job.lease is not None}
+
+    # Ending ----------------------------------------------------------------------------------------
+
+    def settle(self, claim: Claim, verdict: Verdict) -> Answer:
+        job = self.jobs[claim.job_id]
+        if job.lease != claim.lease:
+            return Answer.ALREADY if self.was_settled(claim) else Answer.STALE
+        job.settled = claim.lease.token
+        job.lease = None
+        job.state = TARGETS[type(verdict)]
+        match verdict:
+            case RetryLater(delay_ms=delay_ms, counts=counts):
+                job.due_at = self.now + delay_ms
+                job.retry_count += counts
+            case Release(delay_ms=delay_ms, started=started):
+                job.due_at = self.now + delay_ms if delay_ms else None
+                job.attempt -= not started
+            case DeadLetter():
+                self._bury(job)
+            case Succeed() | Suspend() | Hold():
+                pass
+            case _:
+                assert_never(verdict)
+        return Answer.APPLIED
+
+    def was_settled(self, claim: Claim) -> bool:
+        return self.jobs[claim.job_id].settled == claim.lease.token
+
+    def may_move(self, job_id: str, to: State, expected: State | None) -> bool:
+        state = self.jobs[job_id].state
+        return is_legal(state, to) and expected in (None, state)
+
+    def move(self, job_id: str, to: State) -> State:
+        job = self.jobs[job_id]
+        came_from, job.state = job.state, to
+        job.taken_back = job.taken_back or came_from is State.RUNNING
+        job.lease = job.due_at = None
+        if to is State.QUEUED and job.run_at > self.now:
+            job.due_at = job.run_at
+        if came_from is State.SUSPENDED and to is State.QUEUED:
+            job.retry_count = 0
+            job.taken_back = job.taken_back or job.lost_leases > 0
+        if to is State.DLQ_PENDING:
+            self._bury(job)
+        return came_from
+
+    def open_jobs(self) -> list[ModelJob]:
+        return [job for job in self.jobs.values() if job.state not in FINAL]
+
+    def _lease(self, job: ModelJob, claim: Claim) -> None:
+        assert claim.meta.retry_count == job.retry_count, "a retry was forgotten or invented"
+        assert claim.payload == job.envelope.payload
+        assert claim.tenant_id == job.envelope.tenant_id
+        job.state, job.attempt = State.RUNNING, claim.attempt
+        job.due_at, job.noticed, job.taken_back = None, False, False
+        job.lease, job.expires_at = claim.lease, self.now + VISIBILITY_MS
+
+    def _bury(self, job: ModelJob) -> None:
+        job.lease = None
+        job.state = State.DLQ_PENDING if self.ledger else State.FAILED

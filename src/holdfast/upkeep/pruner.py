@@ -1,0 +1,28 @@
+"""Drops what has expired: old results, finished records, dead consumers."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Final
+
+from holdfast.engine.port import Engine
+from holdfast.upkeep.loop import Queues, forever
+
+_PAUSE_S: Final = 30.0
+
+
+class Pruner:
+    """Prunes until cancelled, about every 30 seconds."""
+
+    def __init__(self, engine: Engine, queues: Queues, random: Random | None = None) -> None:
+        self._engine = engine
+        self._queues = queues
+        self._random = random or Random()
+
+    async def run(self) -> None:
+        """Prune, again and again."""
+        await forever("pruner", self._turn)
+
+    async def _turn(self) -> float:
+        await self._engine.prune(await self._queues.now())
+        return _PAUSE_S * self._random.uniform(0.8, 1.2)

@@ -1,0 +1,74 @@
+"""Upkeep in a process without a worker: promoter, reclaimer and pruner around one engine.
+
+Any number of them may run at once, and beside workers: every step is atomic in the engine, there is no
+leader and no lock. A worker does the same for its own queues unless told not to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import Final
+from uuid import uuid4
+
+from holdfast.engine.port import Due, Engine
+from holdfast.errors import EngineUnavailable
+from holdfast.settings import Settings
+from holdfast.upkeep.loop import Queues, forever
+from holdfast.upkeep.promoter import Promoter
+from holdfast.upkeep.pruner import Pruner
+from holdfast.upkeep.reclaimer import Reclaimer
+
+_log: Final = logging.getLogger("holdfast.upkeep")
+
+_LISTEN_MS: Final = 5_000
+
+
+class Upkeep:
+    """Keeps some queues, or with none named all of them, until `stop`. The engine is the caller's, and open."""
+
+    def __init__(self, engine: Engine, queues: Sequence[str], settings: Settings) -> None:
+        self._engine = engine
+        self._queues = Queues(engine, queues)
+        self._settings = settings
+        self.incarnation = f"upkeep-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        self._stopped = asyncio.Event()
+        self._promoter = Promoter(engine, self._queues)
+        self._pruner = Pruner(engine, self._queues)
+        self._reclaimer = Reclaimer(engine, self._queues, settings, self.incarnation)
+
+    def stop(self) -> None:
+        """Let `run` return soon. Safe to call twice."""
+        self._stopped.set()
+
+    async def run(self) -> None:
+        """Keep until stopped; no failure of the engine ends it."""
+        loops = [self._promoter.run(), self._pruner.run(), forever("listener", self._listen)]
+        if self._settings.reclaim:
+            loops.append(self._reclaimer.run())
+        tasks = [asyncio.create_task(loop) for loop in loops]
+        try:
+            await self._stopped.wait()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._leave()
+
+    async def _listen(self) -> float:
+        queues = await self._queues.now()
+        if not queues:
+            return 1.0
+        for notice in await self._engine.listen(queues, _LISTEN_MS):
+            if isinstance(notice, Due):
+                self._promoter.due(notice.at_ms)
+        return 0.0
+
+    async def _leave(self) -> None:
+        try:
+            await self._reclaimer.leave()
+        except EngineUnavailable as exc:
+            _log.warning("upkeep could not take leave of the engine: %s", exc)

@@ -1,0 +1,111 @@
+"""The child's side of `process=True`: reads jobs from a socket, runs them one by one, writes outcomes.
+
+A thread reads, so that the child ends at once when its worker is gone, also in mid-run: a child never
+outlives the process that holds the lease. Signals from a terminal or a process group are left to the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from queue import SimpleQueue
+from typing import Final
+
+import msgspec
+
+from holdfast.core.job import Claim, Failure
+from holdfast.core.verdict import Kind, Outcome, Raised, Returned
+from holdfast.worker.classify import raised
+from holdfast.worker.context import Context
+from holdfast.worker.locate import Place, load
+from holdfast.worker.perform import perform, perform_sync
+from holdfast.worker.plan import Plan, Policy
+
+#: Every message begins with its length.
+HEADER: Final = struct.Struct(">I")
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Run this job."""
+
+    place: Place
+    claim: Claim
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A result, or a failure and its kind."""
+
+    result: bytes | None = None
+    kind: Kind | None = None
+    failure: Failure | None = None
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Reply:
+        match outcome:
+            case Returned(result=result):
+                return cls(result=result)
+            case Raised(kind=kind, failure=failure):
+                return cls(kind=kind, failure=failure)
+            case _:
+                raise TypeError(f"a child cannot end a run with {type(outcome).__name__}")
+
+    def outcome(self) -> Outcome:
+        if self.kind is not None and self.failure is not None:
+            return Raised(self.kind, self.failure)
+        return Returned(self.result or b"null")
+
+
+def main(descriptor: int) -> None:
+    """Serve until the parent closes its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    orders: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, orders), daemon=True).start()
+    decoder = msgspec.msgpack.Decoder(Order)
+    with asyncio.Runner() as runner:
+        while True:
+            order = decoder.decode(orders.get())
+            loaded = _load(order.place)
+            # Its time begins now: what importing took is not the job's.
+            _send(connection, b"")
+            outcome = _run(loaded, order.claim, runner) if isinstance(loaded, Plan) else loaded
+            _send(connection, msgspec.msgpack.encode(Reply.of(outcome)))
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(HEADER.pack(len(message)) + message)
+
+
+def _read(connection: socket.socket, orders: SimpleQueue[bytes]) -> None:
+    with connection.makefile("rb") as stream:
+        while header := stream.read(HEADER.size):
+            orders.put(stream.read(HEADER.unpack(header)[0]))
+    os._exit(0)
+
+
+def _load(place: Place) -> Plan | Raised:
+    try:
+        plan = _plans.get(place.task) or _plans.setdefault(place.task, load(place))
+    except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
+        return raised(exc, Policy())
+    return plan
+
+
+def _run(plan: Plan, claim: Claim, runner: asyncio.Runner) -> Outcome:
+    context = Context(claim) if plan.context_name is not None else None
+    try:
+        if inspect.iscoroutinefunction(plan.function):
+            return runner.run(perform(plan, claim, context))
+        return perform_sync(plan, claim, context)
+    finally:
+        sys.stdout.flush()
+
+
+_plans: dict[str, Plan] = {}

@@ -1,0 +1,124 @@
+"""From an exception to an outcome: what sort of failure it was, and what is kept of it (requirements Y2, Y8)."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Final
+
+from holdfast.core.job import Failure
+from holdfast.core.verdict import (
+    DEPENDENCY_UNAVAILABLE,
+    PROCESS_DIED,
+    TASK_ERROR,
+    TASK_FATAL,
+    TASK_TIMEOUT,
+    Kind,
+    Raised,
+)
+from holdfast.errors import Fatal, HoldfastError, InvalidPayload, Unavailable, UnknownTask, UsageError
+from holdfast.worker.plan import Policy
+
+MESSAGE_LIMIT: Final = 2_000
+STACK_LIMIT: Final = 8_000
+
+_CODES: Final = {
+    Kind.RETRYABLE: TASK_ERROR,
+    Kind.FATAL: TASK_FATAL,
+    Kind.UNAVAILABLE: DEPENDENCY_UNAVAILABLE,
+    Kind.MISFIT: TASK_FATAL,
+}
+
+
+def raised(exc: BaseException, policy: Policy) -> Raised:
+    """The user's code raised this."""
+    kind = _kind(exc, policy)
+    return Raised(kind, failure(_CODES[kind], exc))
+
+
+def misfit(exc: Exception) -> Raised:
+    """The payload does not fit the task: a dead letter at once."""
+    return Raised(Kind.MISFIT, failure(_payload_code(exc), exc))
+
+
+def bad_result(exc: Exception) -> Raised:
+    """The function ran, but what it returned cannot be kept. Running it again would give the same."""
+    return Raised(Kind.FATAL, failure(_payload_code(exc), exc))
+
+
+def unknown_task(task: str, known: tuple[str, ...]) -> Raised:
+    """This worker serves the queue but has no such task.
+
+    A dead letter, not a retry: the job cannot run here however often it is tried, an operator sees at once
+    what is missing, and once a worker has the task the dead letter is requeued. Deploy workers before the
+    code that submits a new task.
+    """
+    return Raised(Kind.MISFIT, Failure(UnknownTask.code, str(UnknownTask(task, known)), UnknownTask.__name__))
+
+
+def timed_out(timeout_s: float) -> Raised:
+    """It had its time; a retry may be quicker."""
+    message = f"the task ran longer than its timeout of {timeout_s:g} s"
+    return Raised(Kind.RETRYABLE, Failure(TASK_TIMEOUT, message, TimeoutError.__name__))
+
+
+def process_died(exit_code: int | None) -> Raised:
+    """The child process ended in mid-run: killed, out of memory, a crash in native code."""
+    how = f"was killed by signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exited ({exit_code})"
+    return Raised(Kind.RETRYABLE, Failure(PROCESS_DIED, f"the child process {how} before the task was done"))
+
+
+def failure(code: str, exc: BaseException) -> Failure:
+    """What is kept of an exception, bounded, and writable as UTF-8 whatever it holds."""
+    return Failure(code, _clean(_message(exc))[:MESSAGE_LIMIT], type_name(exc), _stack(exc))
+
+
+def type_name(exc: BaseException) -> str:
+    """The exception's type as an operator would look for it."""
+    kind = type(exc)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _payload_code(exc: Exception) -> str:
+    # A user's own validator may raise anything.
+    return exc.code if isinstance(exc, HoldfastError) else InvalidPayload.code
+
+
+def _kind(exc: BaseException, policy: Policy) -> Kind:
+    if isinstance(exc, BaseExceptionGroup) and not isinstance(exc, policy.retry_on + policy.fatal_on):
+        return _kind_of_group(exc, policy)
+    if isinstance(exc, (Fatal, *policy.fatal_on)):
+        return Kind.FATAL
+    if isinstance(exc, (Unavailable, *policy.unavailable_on)):
+        return Kind.UNAVAILABLE
+    if policy.retry_on:
+        return Kind.RETRYABLE if isinstance(exc, policy.retry_on) else Kind.FATAL
+    return Kind.FATAL if isinstance(exc, UsageError) else Kind.RETRYABLE
+
+
+def _kind_of_group(group: BaseExceptionGroup[BaseException], policy: Policy) -> Kind:
+    """Of what a `TaskGroup` raises: one fatal error decides; an outage only if there is nothing else."""
+    kinds = {_kind(exc, policy) for exc in group.exceptions}
+    if Kind.FATAL in kinds:
+        return Kind.FATAL
+    return Kind.UNAVAILABLE if kinds == {Kind.UNAVAILABLE} else Kind.RETRYABLE
+
+
+def _message(exc: BaseException) -> str:
+    try:
+        return str(exc)
+    except Exception as broken:  # noqa: BLE001 - a user's __str__ may do anything
+        return f"(its message cannot be read: {type(broken).__name__})"
+
+
+def _stack(exc: BaseException) -> str:
+    try:
+        lines = traceback.format_exception(exc)
+    except Exception as broken:  # noqa: BLE001 - formatting calls the user's code
+        return f"(its stack cannot be read: {type(broken).__name__})"
+    # The end is kept: that is where it happened.
+    return _clean("".join(lines))[-STACK_LIMIT:]
+
+
+def _clean(text: str) -> str:
+    # A lone surrogate would make the whole settlement unwritable.
+    return text.encode("utf-8", "replace").decode("utf-8")

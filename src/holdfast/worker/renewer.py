@@ -1,0 +1,166 @@
+"""Keeps leases alive, from a thread with an event loop and an engine of its own.
+
+A task that blocks the worker's loop for longer than a lease keeps it, as long as its process lives
+(requirement Q4). In between it listens: an operator's cancellation, a change of controls, a job that
+falls due. Everything it learns is handed over to the worker's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol, assert_never
+
+from holdfast.core.backoff import Backoff
+from holdfast.core.job import Lease
+from holdfast.engine.port import MAX_BATCH, Cancelled, Control, Controlled, Due, Engine, Notice
+from holdfast.errors import EngineUnavailable
+from holdfast.worker.run import Held
+
+_log: Final = logging.getLogger("holdfast.worker")
+
+#: A missed notice costs at most this long: the next beat tells the same.
+_LISTEN_S: Final = 5.0
+
+
+class Listener(Protocol):
+    """Who wants to know. Called on the worker's event loop."""
+
+    def lost(self, leases: Sequence[Lease]) -> None:
+        """These leases are someone else's now."""
+        ...
+
+    def cancelled(self, leases: Sequence[Lease]) -> None:
+        """These were taken away by an operator."""
+        ...
+
+    def controlled(self, queue: str, control: Control) -> None:
+        """The controls of a queue, at the start and after every change."""
+        ...
+
+    def due(self, queue: str, at_ms: int) -> None:
+        """A job waits that is due at that time."""
+        ...
+
+
+class Renewer:
+    """A thread that beats. `start`, then `stop`; both from the worker's loop."""
+
+    def __init__(
+        self, engine: Engine, queues: Sequence[str], held: Held, interval_s: float, listener: Listener
+    ) -> None:
+        self._engine = engine
+        self._queues = tuple(queues)
+        self._held = held
+        self._interval_s = interval_s
+        self._listener = listener
+        self._home = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._main, name="holdfast-renewer", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._opened = False
+        self._beat_at = 0.0
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread, and wait for it."""
+        self._stopping = True
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._cancel)
+            except RuntimeError:
+                # It has ended by itself in this moment.
+                _log.debug("the renewer's loop was closed already")
+        await asyncio.to_thread(self._thread.join)
+
+    # From here on: the renewer's own thread ----------------------------------------------------------
+
+    def _main(self) -> None:
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            try:
+                runner.run(self._live())
+            except asyncio.CancelledError:
+                _log.debug("the renewer ends")
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _live(self) -> None:
+        self._task = asyncio.current_task()
+        backoff = Backoff()
+        try:
+            while not self._stopping:
+                try:
+                    await self._connected(backoff)
+                except EngineUnavailable as exc:
+                    _log.info("leases cannot be renewed, trying again: %s", exc)
+                except Exception:  # noqa: BLE001 - top of a loop
+                    _log.exception("renewing failed in an unexpected way, trying again")
+                await asyncio.sleep(backoff.next_s())
+        finally:
+            await self._engine.close()
+
+    async def _connected(self, backoff: Backoff) -> None:
+        if not self._opened:
+            await self._engine.open()
+            self._opened = True
+        # At once: whatever kept us away may have taken most of the lease.
+        await self._beat()
+        # Notices may have been missed.
+        for queue in self._queues:
+            await self._read_control(queue)
+        while not self._stopping:
+            wait_s = min(_LISTEN_S, max(0.0, self._beat_at - time.monotonic()))
+            for notice in await self._engine.listen(self._queues, round(wait_s * 1000)):
+                await self._hear(notice)
+            backoff.reset()
+            if time.monotonic() >= self._beat_at:
+                await self._beat()
+
+    async def _beat(self) -> None:
+        self._beat_at = time.monotonic() + self._interval_s
+        lost = await self._renew(run.claim.lease for run in self._held.copy())
+        if lost:
+            self._tell(self._listener.lost, lost)
+
+    async def _renew(self, leases: Iterable[Lease]) -> list[Lease]:
+        left, lost = list(leases), list[Lease]()
+        for start in range(0, len(left), MAX_BATCH):
+            lost += await self._engine.renew(left[start : start + MAX_BATCH])
+        return lost
+
+    async def _hear(self, notice: Notice) -> None:
+        match notice:
+            case Cancelled(queue=queue, job_id=job_id):
+                await self._check(queue, job_id)
+            case Controlled(queue=queue):
+                await self._read_control(queue)
+            case Due(queue=queue, at_ms=at_ms):
+                self._tell(self._listener.due, queue, at_ms)
+            case _:
+                assert_never(notice)
+
+    async def _check(self, queue: str, job_id: str) -> None:
+        """A notice is a hint: it may be late, and the job with us again. The lease itself decides."""
+        leases = [run.claim.lease for run in self._held.copy()]
+        lost = await self._renew(lease for lease in leases if lease.job_id == job_id and lease.queue == queue)
+        if lost:
+            self._tell(self._listener.cancelled, lost)
+
+    async def _read_control(self, queue: str) -> None:
+        self._tell(self._listener.controlled, queue, await self._engine.control(queue))
+
+    def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._home.call_soon_threadsafe(what, *arguments)
+        except RuntimeError:
+            _log.debug("the worker's loop is closed")

@@ -1,0 +1,290 @@
+"""Runs claimed jobs: up to `concurrency` at a time, the rest waits in a short line.
+
+    accept → (line) → start → user's code → outcome → judge → settler
+
+Async functions are asyncio tasks on the loop, one each; plain functions run in threads; `process=True` in
+child processes. A run ends from outside (`stop`) when its time is up, its lease is lost or the worker
+drains: an async task is cancelled, a child is killed. A thread cannot be stopped: its verdict is given at
+once and its slot stays taken until the function returns; functions that may run long look at
+`ctx.cancelled`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from random import Random
+from typing import Final, assert_never
+
+from holdfast.core.job import Claim
+from holdfast.core.verdict import GaveBack, Outcome, Returned, Settlement, judge
+from holdfast.worker.children import Children
+from holdfast.worker.classify import raised, timed_out, unknown_task
+from holdfast.worker.context import Context
+from holdfast.worker.perform import perform, perform_sync
+from holdfast.worker.plan import Mode, Plan, Policy
+from holdfast.worker.run import Held, Run, Stop
+from holdfast.worker.settler import Settler
+from holdfast.worker.threads import Threads
+
+_log: Final = logging.getLogger("holdfast.worker")
+
+#: What a cancelled coroutine has to clean up, before it is thrown away.
+CANCEL_GRACE_S: Final = 5.0
+
+_NOT_STARTED: Final = GaveBack("not started: the worker drains")
+_STOPPED: Final = GaveBack("stopped: the worker drains", started=True)
+
+
+def _no_function() -> None: ...
+
+
+class Runner:
+    """The jobs in one worker's hands. One event loop."""
+
+    def __init__(
+        self,
+        plans: Mapping[str, Plan],
+        settler: Settler,
+        held: Held,
+        concurrency: int,
+        *,
+        cancel_grace_s: float = CANCEL_GRACE_S,
+        random: Random | None = None,
+    ) -> None:
+        self.concurrency = concurrency
+        self.running = 0
+        self.started = 0
+        self.finished = 0
+        #: Called when the number of jobs in hand falls to `wake_at`.
+        self.wake: Callable[[], None] = _no_function
+        self.wake_at = -1
+        self._plans = plans
+        self._settler = settler
+        self._held = held
+        self._cancel_grace_s = cancel_grace_s
+        self._random = random or Random()
+        self._loop = asyncio.get_running_loop()
+        self._line: deque[Run] = deque()
+        self._draining = False
+        self._offset_ms = 0
+        # Runs without a lease whose code is still there; the loop itself keeps only weak references.
+        self._stray: set[Run] = set()
+        self._nobody = Plan("", _no_function, Policy())
+        self._threads = Threads("holdfast-job")
+        self._children = Children()
+
+    @property
+    def load(self) -> int:
+        """Jobs that take, or wait for, a slot."""
+        return self.running + len(self._line)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in the line."""
+        return len(self._line)
+
+    def set_engine_time(self, engine_ms: int) -> None:
+        """The engine's clock shows this now; worker clocks drift, so verdicts are stamped by it."""
+        self._offset_ms = engine_ms - time.monotonic_ns() // 1_000_000
+
+    def now_ms(self) -> int:
+        """The engine's clock, as well as we know it."""
+        return self._offset_ms + time.monotonic_ns() // 1_000_000
+
+    # A job's way -----------------------------------------------------------------------------------
+
+    def accept(self, claims: Iterable[Claim]) -> None:
+        """Start these jobs, or keep them until there is a slot."""
+        for claim in claims:
+            plan = self._plans.get(claim.task)
+            run = Run(claim, plan or self._nobody)
+            self._held.add(run)
+            if plan is None:
+                self._judge(run, unknown_task(claim.task, tuple(self._plans)))
+            elif self._draining:
+                self._judge(run, _NOT_STARTED)
+            elif self.running < self.concurrency:
+                self._start(run)
+            else:
+                self._line.append(run)
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """From now on so many at a time; what runs goes on."""
+        self.concurrency = concurrency
+        while self._line and self.running < self.concurrency:
+            self._start(self._line.popleft())
+        self.wake()
+
+    def _start(self, run: Run) -> None:
+        self.running += 1
+        self.started += 1
+        plan = run.plan
+        if plan.context_name is not None:
+            run.context = Context(run.claim)
+        mode = plan.mode
+        if mode is Mode.LOOP:
+            if plan.timeout_s is not None:
+                self._arm(run)
+            run.task = self._loop.create_task(self._run_on_loop(run))
+        elif mode is Mode.THREAD:
+            self._arm(run)
+            run.begun = True
+            self._threads.start(lambda: self._run_in_thread(run))
+        else:
+            run.task = self._loop.create_task(self._run_in_process(run))
+
+    async def _run_on_loop(self, run: Run) -> None:
+        if run.stopped is not None:
+            self._finish(run, _NOT_STARTED)
+            return
+        run.begun = True
+        try:
+            outcome = await perform(run.plan, run.claim, run.context)
+        except GeneratorExit:
+            self._free(run)
+            raise
+        self._finish(run, outcome)
+
+    def _run_in_thread(self, run: Run) -> None:
+        outcome = perform_sync(run.plan, run.claim, run.context)
+        try:
+            self._loop.call_soon_threadsafe(self._finish, run, outcome)
+        except RuntimeError:
+            _log.warning("job %s: its thread ended after the worker; what it returned is lost", run.claim.job_id)
+
+    async def _run_in_process(self, run: Run) -> None:
+        if run.stopped is not None:
+            self._finish(run, _NOT_STARTED)
+            return
+        run.begun = True
+        try:
+            outcome = await self._children.perform(run.plan, run.claim, lambda: self._arm(run))
+        except GeneratorExit:
+            self._free(run)
+            raise
+        except BaseException as exc:  # noqa: BLE001 - cancelled by `stop`, or no child can be had
+            outcome = raised(exc, run.plan.policy)
+        self._finish(run, outcome)
+
+    def _finish(self, run: Run, outcome: Outcome) -> None:
+        if not run.judged:
+            if run.stopped is not None and not isinstance(outcome, Returned):
+                outcome = _stopped(run, outcome)
+            self._judge(run, outcome)
+        self._free(run)
+
+    def _judge(self, run: Run, outcome: Outcome) -> None:
+        run.judged = True
+        policy = run.plan.policy
+        verdict = judge(run.claim, outcome, policy.retry, policy.on_exhausted, self._random, self.now_ms)
+        self._settler.put(run, Settlement(run.claim, verdict, self.now_ms()))
+
+    def _free(self, run: Run) -> None:
+        """The slot is free: next, please."""
+        if run.ended:
+            return
+        run.ended = True
+        self.running -= 1
+        self.finished += 1
+        if run.timer is not None:
+            run.timer.cancel()
+        if self._stray:
+            self._stray.discard(run)
+        if self._line and self.running < self.concurrency:
+            self._start(self._line.popleft())
+        if self.running + len(self._line) <= self.wake_at:
+            self.wake()
+
+    # Ends from outside -----------------------------------------------------------------------------
+
+    def stop(self, run: Run, why: Stop) -> None:
+        """End a run. A lost one gets no verdict; the others get theirs when their code has gone, or at once."""
+        if run.ended or (run.stopped is not None and why is not Stop.LOST):
+            return
+        run.stopped = why
+        if run.context is not None:
+            run.context.cancelled = True
+        if why is Stop.LOST:
+            self._lose(run)
+        if run.task is not None:
+            if run.begun:
+                # Cancelling a task before its first step would skip our own code too.
+                run.task.cancel()
+                self._loop.call_later(self._cancel_grace_s, self._throw_away, run)
+        elif run.begun and not run.judged:
+            self._judge(run, _stopped(run, _STOPPED))
+
+    def release_waiting(self, message: str) -> int:
+        """Give back what has not started; no attempt is used up (requirement S5)."""
+        released = len(self._line)
+        while self._line:
+            self._judge(self._line.popleft(), GaveBack(message))
+        return released
+
+    def refuse(self) -> None:
+        """From now on start nothing; what waits, and what still comes, is given back."""
+        self._draining = True
+        self.release_waiting(_NOT_STARTED.message)
+
+    def stop_all(self, why: Stop) -> None:
+        """End whatever still runs."""
+        for run in [run for run in self._held if not run.judged]:
+            self.stop(run, why)
+
+    async def close(self) -> None:
+        """Let threads and children go."""
+        self._threads.close()
+        await self._children.close()
+
+    def _arm(self, run: Run) -> None:
+        if run.plan.timeout_s is not None:
+            run.timer = self._loop.call_later(run.plan.timeout_s, self.stop, run, Stop.TIMEOUT)
+
+    def _lose(self, run: Run) -> None:
+        # A verdict on its way stays: the engine's answer to it is what counts.
+        if run.settlement is not None:
+            return
+        run.judged = True
+        self._held.discard(run)
+        if run in self._line:
+            self._line.remove(run)
+        else:
+            self._stray.add(run)
+
+    def _throw_away(self, run: Run) -> None:
+        """It was cancelled and did not go: judge it without its consent, and close its coroutine under it."""
+        if run.ended or run.task is None:
+            return
+        _log.error("job %s ignores its cancellation; it is thrown away", run.claim.job_id)
+        if not run.judged:
+            self._judge(run, _stopped(run, _STOPPED))
+        task = run.task
+        task.add_done_callback(_consume)
+        try:
+            task.get_coro().close()
+        except RuntimeError as exc:
+            _log.error("job %s cannot be thrown away (%s); its slot stays taken", run.claim.job_id, exc)
+        task.cancel()
+
+
+def _consume(task: asyncio.Task[None]) -> None:
+    """Look at the exception of a task that was thrown away, so that asyncio does not complain about it."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _stopped(run: Run, outcome: Outcome) -> Outcome:
+    """What a run that was ended from outside amounts to, whatever it raised on its way out."""
+    match run.stopped:
+        case Stop.TIMEOUT:
+            return timed_out(run.plan.timeout_s or 0)
+        case Stop.DRAIN:
+            return outcome if outcome is _NOT_STARTED else _STOPPED
+        case Stop.LOST | None:
+            return outcome
+        case _:
+            assert_never(run.stopped)

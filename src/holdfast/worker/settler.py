@@ -1,0 +1,124 @@
+"""Takes verdicts to the engine, in batches that form by themselves.
+
+A verdict leaves at the next turn of the loop while few calls are on their way, else with the first call
+that comes back: alone at low load, in hundreds at high load, and never held for a batch to fill. Nothing
+is dropped while the engine is away: settlements are fenced and repeatable, so they are sent until answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from holdfast.core.backoff import Backoff
+from holdfast.core.verdict import Answer, DeadLetter, Settlement, Suspend
+from holdfast.engine.port import MAX_BATCH, Engine
+from holdfast.errors import EngineUnavailable
+from holdfast.worker.run import Held, Run
+
+_log: Final = logging.getLogger("holdfast.worker")
+
+#: Calls on their way at a time. Two keep the store busy while the next batch forms.
+_MAX_CALLS: Final = 2
+
+
+class Settler:
+    """Collects verdicts and sends them. One event loop."""
+
+    def __init__(self, engine: Engine, held: Held) -> None:
+        self._engine = engine
+        self._held = held
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[Run] = []
+        self._calls: set[asyncio.Task[None]] = set()
+        self._scheduled = False
+
+    @property
+    def pending(self) -> int:
+        """Verdicts that wait for their call; those on their way are not counted."""
+        return len(self._waiting)
+
+    def put(self, run: Run, settlement: Settlement) -> None:
+        """This is the end of that attempt. Returns at once."""
+        run.settlement = settlement
+        self._waiting.append(run)
+        if not self._scheduled and len(self._calls) < _MAX_CALLS:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is answered; False if time ran out first."""
+        deadline = self._loop.time() + timeout_s
+        while self._waiting or self._calls:
+            left_s = deadline - self._loop.time()
+            if left_s <= 0:
+                return False
+            if self._calls:
+                await asyncio.wait(self._calls, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(0)
+        return True
+
+    def abandon(self) -> int:
+        """Stop sending; returns how many verdicts were not answered. Their leases run out, the jobs run again."""
+        for call in self._calls:
+            call.cancel()
+        return sum(run.settlement is not None for run in self._held)
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        while self._waiting and len(self._calls) < _MAX_CALLS:
+            batch = self._waiting[:MAX_BATCH]
+            del self._waiting[:MAX_BATCH]
+            call = self._loop.create_task(self._send(batch))
+            self._calls.add(call)
+            call.add_done_callback(self._sent)
+
+    def _sent(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            if (exc := call.exception()) is not None:
+                _log.error("settling failed in an unexpected way", exc_info=exc)
+            self._flush()
+
+    async def _send(self, runs: list[Run]) -> None:
+        settlements = [run.settlement for run in runs if run.settlement is not None]
+        try:
+            answers = await self._until_answered(settlements)
+        except Exception:  # noqa: BLE001 - one bad verdict must not stop the others
+            if len(runs) > 1:
+                # One of them is to blame: find it, and let the others through.
+                for run in runs:
+                    await self._send([run])
+                return
+            _log.exception(
+                "the engine cannot take the verdict on job %s; its lease will run out and it runs again",
+                runs[0].claim.job_id,
+            )
+            self._held.difference_update(runs)
+            return
+        self._held.difference_update(runs)
+        self._note(settlements, answers)
+
+    async def _until_answered(self, settlements: Sequence[Settlement]) -> list[Answer]:
+        backoff = Backoff()
+        while True:
+            try:
+                return await self._engine.settle(settlements)
+            except EngineUnavailable as exc:
+                if not backoff.failures:
+                    _log.warning("%d verdicts wait for the engine: %s", len(settlements), exc)
+                await asyncio.sleep(backoff.next_s())
+
+    def _note(self, settlements: Sequence[Settlement], answers: Sequence[Answer]) -> None:
+        for settlement, answer in zip(settlements, answers, strict=True):
+            if answer is Answer.STALE:
+                _log.warning(
+                    "the verdict on job %s came too late: the lease was lost, nothing was changed",
+                    settlement.claim.job_id,
+                )
+            elif isinstance(settlement.verdict, DeadLetter | Suspend):
+                failure = settlement.verdict.failure
+                _log.warning("job %s failed for good: %s: %s", settlement.claim.job_id, failure.code, failure.message)

@@ -1,0 +1,342 @@
+"""A worker: fetcher, runner, settler and renewer around one engine, and its way from start to drained.
+
+    engine ──claim──► fetcher ──► runner ──► settler ──settle──► engine
+                         renewer (own thread) ──renew──► engine
+
+Nothing that happens to the engine ends a worker. It ends when it is drained: by `drain()` (a signal), by
+itself when it has had its number of jobs or its memory, or when the task that runs it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Final, Protocol
+from uuid import uuid4
+
+from holdfast.core.backoff import Backoff
+from holdfast.core.job import DEFAULT_QUEUE, Lease
+from holdfast.engine.port import Control, Engine
+from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.observe.counts import Counts
+from holdfast.settings import Settings
+from holdfast.upkeep.loop import Queues
+from holdfast.upkeep.promoter import Promoter
+from holdfast.upkeep.pruner import Pruner
+from holdfast.worker.fetcher import Fetcher
+from holdfast.worker.locate import locate
+from holdfast.worker.memory import resident_bytes
+from holdfast.worker.plan import Mode, Plan
+from holdfast.worker.renewer import Listener, Renewer
+from holdfast.worker.run import Held, Run, Stop
+from holdfast.worker.runner import CANCEL_GRACE_S, Runner
+from holdfast.worker.settler import Settler
+
+_log: Final = logging.getLogger("holdfast.worker")
+
+_HOUSEKEEPING_S: Final = 1.0
+_DRAIN_LOOK_S: Final = 0.01
+#: How long a drained worker waits for a store that is away before it leaves its leases to run out.
+_LAST_WORD_S: Final = 5.0
+
+
+class Ended(StrEnum):
+    """Why a worker ended."""
+
+    DRAINED = "drained"
+    #: It has done as many jobs as it was allowed.
+    MAX_JOBS = "max_jobs"
+    #: Its process has grown over its limit.
+    MAX_RSS = "max_rss"
+
+
+class App(Protocol):
+    """What a worker needs of the app."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def plans(self) -> Mapping[str, Plan]: ...
+    @property
+    def engine(self) -> Engine: ...
+    async def open(self) -> None: ...
+
+
+class Worker(Listener):
+    """Runs jobs of some queues until it is drained."""
+
+    def __init__(
+        self,
+        app: App,
+        queues: Sequence[str] = (DEFAULT_QUEUE,),
+        concurrency: int | None = None,
+        upkeep: bool = True,
+        name: str | None = None,
+        *,
+        max_jobs: int | None = None,
+        max_rss: int | None = None,
+        cancel_grace_s: float = CANCEL_GRACE_S,
+    ) -> None:
+        """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself when it gets there."""
+        if isinstance(queues, str) or not queues or not all(queues):
+            raise InvalidOption(f"a worker needs a list of queue names, not {queues!r}")
+        for limit, value in (("max_jobs", max_jobs), ("max_rss", max_rss)):
+            if value is not None and value < 1:
+                raise InvalidOption(f"{limit} must be 1 or more, got {value!r}")
+        self._app = app
+        self._queues = tuple(dict.fromkeys(queues))
+        self._concurrency = _checked(app.settings.concurrency if concurrency is None else concurrency)
+        self._upkeep = upkeep
+        self._max_jobs = max_jobs
+        self._max_rss = max_rss
+        self._cancel_grace_s = cancel_grace_s
+        self.incarnation = f"{name or f'{socket.gethostname()}-{os.getpid()}'}-{uuid4().hex[:8]}"
+        self._controls: dict[str, Control] = {}
+        self._held: Held = set()
+        self._draining = asyncio.Event()
+        self._hurrying = asyncio.Event()
+        self._ended = Ended.DRAINED
+        self._started_before = 0
+        self._engine: Engine | None = None
+        self._runner: Runner | None = None
+        self._fetcher: Fetcher | None = None
+        self._promoter: Promoter | None = None
+
+    # For its owner ---------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether the fetch loop ticked lately and the engine answered; False before, and while it drains."""
+        return self._fetcher is not None and not self._draining.is_set() and self._fetcher.ready
+
+    @property
+    def counts(self) -> Counts:
+        """What the engine counted in this process."""
+        return self._app.engine.counts if self._engine is None else self._engine.counts
+
+    @property
+    def running(self) -> int:
+        """Jobs whose code runs at this moment."""
+        return 0 if self._runner is None else self._runner.running
+
+    @property
+    def in_hand(self) -> int:
+        """Leases that it holds: waiting, running, or with a verdict on its way."""
+        return len(self._held)
+
+    @property
+    def finished(self) -> int:
+        """Jobs whose code has run."""
+        return 0 if self._runner is None else self._runner.finished
+
+    @property
+    def concurrency(self) -> int:
+        """How many jobs it runs at a time: what an operator set, else its own."""
+        ordered = [control.concurrency for control in self._controls.values() if control.concurrency is not None]
+        return max(1, min(ordered)) if ordered else self._concurrency
+
+    def set_concurrency(self, concurrency: int) -> None:
+        """Run so many at a time from now on; an operator's setting for a queue goes before."""
+        self._concurrency = _checked(concurrency)
+        self._apply_concurrency()
+
+    def drain(self) -> None:
+        """Take nothing new, finish, end. A second call does not wait for what still runs."""
+        if self._draining.is_set():
+            self._hurrying.set()
+        self._draining.set()
+
+    async def run(self) -> Ended:
+        """Work until drained; returns why it ended. Cancelled, it drains in a hurry first."""
+        self._check_places()
+        try:
+            if not await self._connect():
+                return self._ended
+            return await self._work()
+        finally:
+            self._fetcher = None
+
+    # From start to drained ---------------------------------------------------------------------------
+
+    def _check_places(self) -> None:
+        for plan in self._app.plans.values():
+            if plan.mode is Mode.PROCESS:
+                locate(plan)
+
+    async def _connect(self) -> bool:
+        """Open the engine, however long that takes; False if drained before it answered."""
+        backoff = Backoff()
+        while not self._draining.is_set():
+            try:
+                await self._app.open()
+            except EngineUnavailable as exc:
+                _log.error("the engine cannot be reached, trying again: %s", exc)
+                await _wait(self._draining, backoff.next_s())
+            else:
+                self._engine = self._app.engine
+                return True
+        return False
+
+    async def _work(self) -> Ended:
+        assert self._engine is not None
+        engine = self._engine
+        settler = Settler(engine, self._held)
+        runner = self._runner = Runner(
+            self._app.plans, settler, self._held, self.concurrency, cancel_grace_s=self._cancel_grace_s
+        )
+        fetcher = self._fetcher = Fetcher(
+            engine, self.incarnation, self._queues, runner, self._held, self._app.settings, quota=self._max_jobs
+        )
+        sibling = engine.sibling()
+        # What it notices is this worker's, too.
+        sibling.counts = engine.counts
+        renewer = Renewer(sibling, self._queues, self._held, self._app.settings.heartbeat_interval_s, self)
+        renewer.start()
+        fetching = asyncio.create_task(fetcher.run())
+        helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
+        try:
+            await self._draining.wait()
+        except asyncio.CancelledError:
+            self._hurrying.set()
+            raise
+        finally:
+            self._draining.set()
+            await _end([fetching, *helpers])
+            await self._finish(runner, fetcher, settler)
+            await renewer.stop()
+            await runner.close()
+            await self._leave(engine)
+        return self._ended
+
+    def _start_upkeep(self, engine: Engine) -> list[asyncio.Task[None]]:
+        if not self._upkeep:
+            return []
+        queues = Queues(engine, self._queues)
+        self._promoter = Promoter(engine, queues)
+        return [asyncio.create_task(self._promoter.run()), asyncio.create_task(Pruner(engine, queues).run())]
+
+    async def _finish(self, runner: Runner, fetcher: Fetcher, settler: Settler) -> None:
+        """Give back what has not started, let the rest finish within the grace time, settle everything."""
+        runner.refuse()
+        try:
+            # The claim that was cancelled may have been answered: those leases are ours, give them back.
+            async with asyncio.timeout(_LAST_WORD_S):
+                await fetcher.recover_lost()
+        except (EngineUnavailable, TimeoutError) as exc:
+            _log.warning("claims on their way are left to run out: %s", exc)
+        await self._until_judged(self._app.settings.drain_grace_s, self._hurrying)
+        runner.stop_all(Stop.DRAIN)
+        await self._until_judged(self._cancel_grace_s + 1, None)
+        if not await settler.flush(_LAST_WORD_S if self._hurrying.is_set() else self._patience_s()):
+            _log.error("%d verdicts were not answered; their jobs will run again", settler.abandon())
+
+    async def _until_judged(self, seconds: float, cut_short: asyncio.Event | None) -> None:
+        deadline = asyncio.get_running_loop().time() + seconds
+        while any(not run.judged for run in self._held):
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0 or (cut_short is not None and cut_short.is_set()):
+                return
+            await asyncio.sleep(min(_DRAIN_LOOK_S, left_s))
+
+    def _patience_s(self) -> float:
+        # After this the leases are gone, and others run these jobs anyway.
+        return self._app.settings.visibility_timeout_s + _LAST_WORD_S
+
+    async def _leave(self, engine: Engine) -> None:
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                await engine.leave(self.incarnation, self._queues)
+        except (EngineUnavailable, TimeoutError) as exc:
+            _log.warning("the worker could not take leave of the engine: %s", exc)
+
+    async def _housekeep(self) -> None:
+        while not self._has_had_enough():
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            self._free_hostages()
+        self.drain()
+
+    def _has_had_enough(self) -> bool:
+        if self._max_jobs is not None and self.finished >= self._max_jobs:
+            self._ended = Ended.MAX_JOBS
+        elif self._max_rss is not None and resident_bytes() > self._max_rss:
+            self._ended = Ended.MAX_RSS
+        else:
+            return False
+        _log.info("the worker ends to be started again: %s", self._ended)
+        return True
+
+    def _free_hostages(self) -> None:
+        """Jobs fetched ahead that nothing has started for a second wait behind slow ones: others may be free."""
+        if self._runner is None or self._fetcher is None:
+            return
+        if self._runner.waiting and self._runner.started == self._started_before:
+            self._fetcher.slow_down()
+            released = self._runner.release_waiting("given back: the worker is busy")
+            _log.info("%d jobs given back that were fetched ahead", released)
+        self._started_before = self._runner.started
+
+    # What the renewer tells ------------------------------------------------------------------------
+
+    def lost(self, leases: Sequence[Lease]) -> None:
+        """Leases that ran out: end those runs, without a verdict."""
+        runs = self._runs(leases)
+        for run in runs:
+            _log.warning("the lease on job %s is lost; its run is stopped", run.claim.job_id)
+        self._lose(runs)
+
+    def cancelled(self, leases: Sequence[Lease]) -> None:
+        """An operator moved these jobs: end those runs."""
+        runs = self._runs(leases)
+        for run in runs:
+            _log.info("job %s was taken away by an operator; its run is stopped", run.claim.job_id)
+        self._lose(runs)
+
+    def controlled(self, queue: str, control: Control) -> None:
+        """An operator's hand on a queue."""
+        self._controls[queue] = control
+        self._apply_concurrency()
+
+    def due(self, queue: str, at_ms: int) -> None:
+        """A job waits for its time."""
+        if self._promoter is not None:
+            self._promoter.due(at_ms)
+
+    def _runs(self, leases: Sequence[Lease]) -> list[Run]:
+        gone = set(leases)
+        return [run for run in self._held if run.claim.lease in gone and run.settlement is None]
+
+    def _lose(self, runs: Sequence[Run]) -> None:
+        if self._runner is not None:
+            for run in runs:
+                self._runner.stop(run, Stop.LOST)
+
+    def _apply_concurrency(self) -> None:
+        if self._runner is not None and self._runner.concurrency != self.concurrency:
+            _log.info("concurrency is now %d", self.concurrency)
+            self._runner.set_concurrency(self.concurrency)
+
+
+def _checked(concurrency: int) -> int:
+    if type(concurrency) is not int or concurrency < 1:
+        raise InvalidOption(f"concurrency must be a whole number of 1 or more, got {concurrency!r}")
+    return concurrency
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for ending in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(ending, Exception):
+            _log.error("a part of the worker had ended early", exc_info=ending)
