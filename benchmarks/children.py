@@ -1,0 +1,110 @@
+"""The parent's end of a contestant's process: questions go down as JSON lines, answers come up.
+
+A child that dies, or does not answer in time, is a `ProbeFailed` with the end of its log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+ANSWER_WITHIN_S: Final = 180.0
+_END_WITHIN_S: Final = 20.0
+
+_numbers: Final = count(1)
+
+
+class ProbeFailed(Exception):
+    """One measurement could not be made; the others go on."""
+
+
+class Child:
+    """One process of one side, ready when this object is."""
+
+    def __init__(self, module: str, role: str, spec: Mapping[str, Any], scratch: Path) -> None:
+        self._log = scratch / f"{module.rpartition('.')[2]}-{role}-{next(_numbers)}.log"
+        self._buffer = b""
+        command = [sys.executable, "-m", module, role, json.dumps(dict(spec))]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_environment(),
+                cwd=scratch,
+            )
+        try:
+            self.answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Ask and wait for the answer."""
+        self.tell(do, **arguments)
+        return self.answer()
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Ask; `answer` fetches what comes of it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as exc:
+            raise self._failed("ended by itself") from exc
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer."""
+        assert self._process.stdout is not None
+        pipe, deadline = self._process.stdout.fileno(), time.monotonic() + ANSWER_WITHIN_S
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._failed(f"did not answer within {ANSWER_WITHIN_S:.0f} s")
+            if not (part := os.read(pipe, 1 << 16)):
+                raise self._failed("ended by itself")
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """The end of its input ends the child; one that stays is killed."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue
+        try:
+            self._process.wait(_END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _failed(self, why: str) -> ProbeFailed:
+        tail = self._log.read_text(errors="replace").strip()[-1500:]
+        return ProbeFailed(f"a child process {why}\n{tail}".strip())
+
+
+def _environment() -> dict[str, str]:
+    """Without the caller's holdfast settings: everyone measures the defaults."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+    return {**kept, "PYTHONPATH": str(ROOT)}

@@ -1,0 +1,127 @@
+"""A side as the stages see it, and the three things that all of them do: fill, start workers, watch them drain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.board import Board
+from benchmarks.children import Child, ProbeFailed
+from benchmarks.stores import Store
+
+_LOOK_S: Final = 0.005
+#: Without a single execution for so long a drain has failed.
+_STUCK_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Whose processes to start, and on which store."""
+
+    name: str
+    module: str
+    store: Store
+    scratch: Path
+    flavour: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def producer(self) -> Child:
+        """A process that submits."""
+        return Child(self.module, "produce", self._spec(), self.scratch)
+
+    @contextmanager
+    def workers(self, count: int, board: Board) -> Iterator[list[Child]]:
+        """Worker processes, connected, not yet working."""
+        board.clear()
+        with ExitStack() as stack:
+            spec = {**self._spec(), "board": str(board.path)}
+            yield [
+                stack.enter_context(Child(self.module, "work", {**spec, "row": row}, self.scratch))
+                for row in range(count)
+            ]
+
+    def _spec(self) -> dict[str, Any]:
+        return {"url": self.store.url, "flavour": self.flavour, "settings": dict(self.settings)}
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What draining some jobs took."""
+
+    jobs: int
+    seconds: float
+    worker_cpu_s: float
+    store_cpu_s: float
+    #: Of the largest worker, when all was done.
+    rss: int
+
+    @property
+    def rate(self) -> float:
+        return self.jobs / self.seconds
+
+    @property
+    def worker_us(self) -> float:
+        return self.worker_cpu_s / self.jobs * 1e6
+
+    @property
+    def store_us(self) -> float:
+        return self.store_cpu_s / self.jobs * 1e6
+
+
+def fill(side: Contestant, jobs: int) -> float:
+    """Queue so many jobs; what each takes in the store, in bytes."""
+    before = side.store.used_bytes()
+    with side.producer() as producer:
+        producer.call("bulk", jobs=jobs)
+    return (side.store.used_bytes() - before) / jobs
+
+
+def drain(
+    side: Contestant,
+    workers: int,
+    jobs: int,
+    board: Board,
+    *,
+    limit: int | None = None,
+    watch: Callable[[int], None] | None = None,
+) -> Drained:
+    """Let workers execute so many queued jobs, each exactly once."""
+    with side.workers(workers, board) as children:
+        cpu_s = side.store.cpu_s()
+        for child in children:
+            child.tell("start", limit=limit)
+        for child in children:
+            child.answer()
+        _until_done(board, jobs, watch)
+        reports = [child.call("report") for child in children]
+        cpu_s = side.store.cpu_s() - cpu_s
+        if board.done != jobs:
+            raise ProbeFailed(f"{board.done:,} executions of {jobs:,} jobs")
+        return _drained(board, jobs, cpu_s, reports)
+
+
+def _until_done(board: Board, jobs: int, watch: Callable[[int], None] | None) -> None:
+    done, moved_at = 0, time.monotonic()
+    while done < jobs:
+        time.sleep(_LOOK_S)
+        now = board.done
+        if now != done:
+            done, moved_at = now, time.monotonic()
+            if watch is not None:
+                watch(done)
+        elif time.monotonic() - moved_at > _STUCK_S:
+            raise ProbeFailed(f"stuck: {done:,} of {jobs:,} jobs were executed")
+
+
+def _drained(board: Board, jobs: int, store_cpu_s: float, reports: Sequence[Mapping[str, Any]]) -> Drained:
+    return Drained(
+        jobs=jobs,
+        seconds=board.span_s,
+        worker_cpu_s=sum(report["cpu_s"] for report in reports),
+        store_cpu_s=store_cpu_s,
+        rss=max(report["rss"] for report in reports),
+    )

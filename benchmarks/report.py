@@ -1,0 +1,103 @@
+"""Tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.model import BARE_PY, BARE_RAW, SKETCH, Measure, Results, Summary, percentile
+from benchmarks.stages.stage import Stage
+
+#: Column heads of the ratios, and against whom.
+_AGAINST: Final = {"× redis-py": BARE_PY, "× raw": BARE_RAW, "× yardstick": SKETCH}
+_NOTE: Final = (
+    "Median and best of the rounds; ratios are of medians. Gaps under 30 % are ties on a shared machine; "
+    "CPU per job is steadier than time."
+)
+
+
+def print_heading(console: Console, results: Results) -> None:
+    """Versions and settings, before the first number."""
+    facts = {**results.machine, **{name: str(value) for name, value in results.settings.items()}}
+    for name, value in facts.items():
+        console.print(f"{name:18} {value}", highlight=False)
+    console.print()
+
+
+def print_tables(console: Console, results: Results, stages: Sequence[Stage]) -> None:
+    """One table per stage, then what failed."""
+    for stage in stages:
+        if any(results.sides(measure.key) for measure in stage.measures):
+            console.print()
+            console.print(_table(results, stage))
+    _print_latencies(console, results)
+    _print_memory(console, results)
+    console.print(_NOTE, style="dim")
+    for failure in results.failures:
+        console.print(f"failed: {failure}", style="red", markup=False, highlight=False)
+
+
+def write_json(path: Path, results: Results) -> None:
+    """Everything, samples included."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+
+
+def _table(results: Results, stage: Stage) -> Table:
+    references = _references(results, stage)
+    table = Table(title=stage.title, title_justify="left", title_style="bold", box=None, padding=(0, 1))
+    table.add_column("")
+    table.add_column("side")
+    for name in ("median", "best", "", *references):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for measure in stage.measures:
+        for number, side in enumerate(results.sides(measure.key)):
+            row = results.summary(measure.key, side)
+            assert row is not None
+            ratios = [
+                _ratio(row, results.summary(measure.key, other or results.sides(measure.key)[0]))
+                for other in references.values()
+            ]
+            head = measure.title if number == 0 else ""
+            values = (_number(row.median, measure), _number(row.best, measure))
+            table.add_row(head, side, *values, measure.unit, *ratios, end_section=False)
+    return table
+
+
+def _references(results: Results, stage: Stage) -> dict[str, str]:
+    """Ratio columns: against other sides, or (an empty name) against the first row of the same measure."""
+    if stage.name == "backlog":
+        return {"× shallow": ""}
+    present = {side for measure in stage.measures for side in results.sides(measure.key)}
+    return {head: side for head, side in _AGAINST.items() if side in present}
+
+
+def _ratio(row: Summary, reference: Summary | None) -> str:
+    if reference is None or reference.side == row.side or not reference.median:
+        return ""
+    return f"{row.median / reference.median:.2f}"
+
+
+def _number(value: float, measure: Measure) -> str:
+    return f"{value:,.{measure.digits}f}"
+
+
+def _print_latencies(console: Console, results: Results) -> None:
+    for side, ordered in results.latencies_ms.items():
+        shares = " · ".join(f"p{share * 100:g} {percentile(ordered, share):.2f}" for share in (0.5, 0.95, 0.99))
+        console.print(f"all rounds, {side}: {shares} ms of {len(ordered):,} jobs", highlight=False)
+
+
+def _print_memory(console: Console, results: Results) -> None:
+    memory = results.memory
+    if "expired" in memory:
+        sizes = {name: f"{memory[name] / 1e6:,.1f} MB" for name in ("before", "deep", "expired", "bounded_streams")}
+        console.print(
+            f"memory of Redis: {sizes['before']} empty, {sizes['deep']} with the deep queue, {sizes['expired']} when all "
+            f"was done and expired ({sizes['bounded_streams']} of that feed and results, which are bounded by number)",
+            highlight=False,
+        )

@@ -1,0 +1,140 @@
+"""holdfast, as a user runs it: default settings, leases, fencing, results and feed on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from benchmarks.board import Gauge
+from benchmarks.sides.channel import ARGUMENT, Answer, Spec, at_low_load, in_parallel, main, serve, timed
+from benchmarks.usage import resident_bytes
+from holdfast import Holdfast, Task, Worker
+
+_LOOK_S: Final = 0.002
+
+
+class Tasks:
+    """The app and its two tasks."""
+
+    def __init__(self, spec: Spec, gauge: Gauge | None = None) -> None:
+        self.app = Holdfast(spec.url, **spec.settings)
+        self.late_ns: list[int] = []
+        self.noop: Task[[dict[str, Any]], int] = self.app.task(name="noop")(_noop(gauge))
+        self.stamp: Task[[int], None] = self.app.task(name="stamp")(self._stamp)
+
+    async def _stamp(self, sent_ns: int) -> None:
+        self.late_ns.append(time.monotonic_ns() - sent_ns)
+
+
+class Producer:
+    """Submits."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._noop = tasks.noop
+        self._stamp = tasks.stamp
+        self._engine = tasks.app.engine
+
+    async def single(self, jobs: int) -> Answer:
+        """One by one, each awaited."""
+        with timed(jobs) as answer:
+            for _ in range(jobs):
+                await self._noop.submit(ARGUMENT)
+        return answer
+
+    async def bulk(self, jobs: int) -> Answer:
+        """All in one call."""
+        with timed(jobs) as answer:
+            await self._noop.submit_many((ARGUMENT,) for _ in range(jobs))
+        return answer
+
+    async def concurrent(self, jobs: int, callers: int) -> Answer:
+        """Many callers at once, each submitting one by one."""
+        with timed(jobs) as answer:
+            await in_parallel(callers, jobs, lambda: self._noop.submit(ARGUMENT))
+        return answer
+
+    async def paced(self, jobs: int) -> Answer:
+        """At low load, each with the instant of its submission."""
+        await at_low_load(jobs, self._stamp.submit)
+        return {}
+
+    async def prune(self) -> Answer:
+        """Sweep what has expired, as upkeep does now and then."""
+        return {"pruned": await self._engine.prune(["default"])}
+
+
+class Work:
+    """One real worker in this process."""
+
+    def __init__(self, tasks: Tasks, gauge: Gauge) -> None:
+        self._tasks = tasks
+        self._gauge = gauge
+        self._worker: Worker | None = None
+        self._running: asyncio.Task[Any] | None = None
+
+    async def start(self, limit: int | None) -> Answer:
+        """Begin to work; with a limit, take only so many jobs."""
+        self._worker = Worker(self._tasks.app, max_jobs=limit)
+        self._running = asyncio.create_task(self._worker.run())
+        return {}
+
+    async def listen(self) -> Answer:
+        """Wait for what comes; its tasks note how late it is."""
+        return await self.start(None)
+
+    async def report(self) -> Answer:
+        """What was used, once every verdict has been answered."""
+        while self._worker is not None and self._worker.in_hand:
+            await asyncio.sleep(_LOOK_S)  # noqa: ASYNC110 - the worker has no event for it
+        return {"cpu_s": self._gauge.cpu_s, "rss": resident_bytes()}
+
+    async def latencies(self) -> Answer:
+        """Submission to start of the function, of the jobs since the last question."""
+        late_ns, self._tasks.late_ns = self._tasks.late_ns, []
+        return {"late_ns": late_ns}
+
+    async def stop(self) -> None:
+        """Drain and end."""
+        if self._worker is not None and self._running is not None:
+            self._worker.drain()
+            await self._running
+
+
+async def produce(spec: Spec) -> None:
+    """The role of a submitting process."""
+    tasks = Tasks(spec)
+    async with tasks.app:
+        role = Producer(tasks)
+        await serve(
+            {
+                "single": role.single,
+                "bulk": role.bulk,
+                "concurrent": role.concurrent,
+                "paced": role.paced,
+                "prune": role.prune,
+            }
+        )
+
+
+async def work(spec: Spec) -> None:
+    """The role of a worker process."""
+    gauge = Gauge(spec.board_path, spec.row)
+    tasks = Tasks(spec, gauge)
+    async with tasks.app:
+        role = Work(tasks, gauge)
+        await serve({"start": role.start, "listen": role.listen, "report": role.report, "latencies": role.latencies})
+        await role.stop()
+
+
+def _noop(gauge: Gauge | None) -> Any:
+    async def noop(argument: dict[str, Any]) -> int:
+        if gauge is not None:
+            gauge.tick()
+        return 1
+
+    return noop
+
+
+if __name__ == "__main__":
+    main({"produce": produce, "work": work})

@@ -1,0 +1,1 @@
+"""What is measured. A stage has probes, one per side and question; rounds go through all of them in turn."""

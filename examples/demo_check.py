@@ -1,0 +1,116 @@
+"""The reckoning: every job against what was expected of it, by its record and by its events in the feed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rich.table import Table
+
+from holdfast import State
+from holdfast.core.job import Event, JobView
+from holdfast.engine.port import Engine
+
+FINAL_EVENTS: Final = ("task.succeeded", "task.failed", "task.cancelled")
+#: A run begins with one of these.
+BEGINNINGS: Final = ("task.claimed", "task.reclaimed")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One job and how it must end."""
+
+    group: str
+    job_id: str
+    queue: str
+    state: State
+    attempts: int = 1
+    retries: int = 0
+    #: Its first run must not begin earlier.
+    not_before_ms: int = 0
+
+
+@dataclass
+class Result:
+    """One group of jobs, compared."""
+
+    group: str
+    expected: str
+    seen: dict[str, int] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+
+
+async def check(engine: Engine, queues: Sequence[str], expected: Sequence[Expected]) -> list[Result]:
+    """One result per group, in the order of the groups."""
+    events = await read_events(engine, queues)
+    results: dict[str, Result] = {}
+    for job in expected:
+        (view,) = await engine.get(job.queue, [job.job_id])
+        words = _words(job.state, job.attempts, job.retries, 1)
+        result = results.setdefault(job.group, Result(job.group, words))
+        seen, complaints = compare(job, view, events[job.job_id])
+        result.seen[seen] = result.seen.get(seen, 0) + 1
+        result.complaints += [f"{job.group}, job {job.job_id}: {complaint}" for complaint in complaints]
+    return list(results.values())
+
+
+async def read_events(engine: Engine, queues: Sequence[str]) -> dict[str, list[Event]]:
+    """The whole feed, by job."""
+    events: dict[str, list[Event]] = defaultdict(list)
+    for queue in queues:
+        position = ""
+        while entries := await engine.feed(queue, position, 100):
+            position = entries[-1].position
+            for event in (event for entry in entries for event in entry.events):
+                events[event.job_id].append(event)
+    return events
+
+
+def compare(job: Expected, view: JobView | None, events: list[Event]) -> tuple[str, list[str]]:
+    """What was seen, in words, and what is wrong with it."""
+    if view is None:
+        return "gone", ["the engine does not know it"]
+    finals = _count(events, FINAL_EVENTS)
+    seen = _words(view.state, view.attempt, view.meta.retry_count, finals)
+    wanted = _words(job.state, job.attempts, job.retries, 1)
+    complaints = [] if seen == wanted else [f"expected {wanted}, saw {seen}"]
+    begun = [event for event in events if event.type in BEGINNINGS]
+    if len(begun) != job.attempts:
+        complaints.append(f"expected {job.attempts} runs in the feed, saw {len(begun)}")
+    if _count(events, ["task.created"]) != 1:
+        complaints.append("was not created exactly once")
+    if begun and begun[0].at_ms < job.not_before_ms:
+        complaints.append(f"ran {job.not_before_ms - begun[0].at_ms} ms too early")
+    return seen, complaints
+
+
+def summary(results: Sequence[Result]) -> Table:
+    """Expected and seen, side by side."""
+    table = Table(title="expected and seen", title_justify="left")
+    for column in ("group", "jobs", "expected of each", "seen", ""):
+        table.add_column(column)
+    for result in results:
+        seen = ", ".join(
+            f"{number} × {'as expected' if words == result.expected else words}"
+            for words, number in result.seen.items()
+        )
+        verdict = "[red]WRONG[/red]" if result.complaints else "[green]ok[/green]"
+        table.add_row(result.group, str(sum(result.seen.values())), result.expected, seen, verdict)
+    return table
+
+
+def _words(state: State, attempts: int, retries: int, finals: int) -> str:
+    ends = "" if finals == 1 else f", {finals} final events"
+    return f"{state}, {_plural(attempts, 'run')}, {_plural(retries, 'retry')}{ends}"
+
+
+def _plural(number: int, word: str) -> str:
+    return (
+        f"{number} {word}" if number == 1 else f"{number} {word.removesuffix('y')}{'ies' if word[-1] == 'y' else 's'}"
+    )
+
+
+def _count(events: Iterable[Event], types: Sequence[str]) -> int:
+    return sum(1 for event in events if event.type in types)

@@ -1,0 +1,150 @@
+"""What happens in the demo: submissions of every kind, live progress, a kill, the reckoning."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import orders
+from demo_check import Expected, check, summary
+from demo_workers import Workers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from holdfast import Job, State
+from holdfast.core.job import JobView
+from holdfast.core.states import FINAL
+
+#: For slow machines; a stuck one must not hang for ever.
+DEADLINE_S: Final = 120
+LOOK_S: Final = 0.1
+DELAY_S: Final = 3
+QUEUES: Final = ("default", "reports")
+
+console: Final = Console()
+T = TypeVar("T")
+
+
+async def play(folder: Path) -> int:
+    """The whole demo; returns its exit code."""
+    async with orders.app as app:
+        for queue in QUEUES:
+            # A registered reader: from now on the feed keeps every event, for the reckoning at the end.
+            await app.engine.register_reader(queue)
+        with Workers(folder) as workers:
+            expected = await submit_orders()
+            console.print(f"submitted {len(expected)} jobs to {app.settings.url}; now two workers start")
+            for name in ("red", "blue"):
+                workers.start(f"demo-{name}")
+            await all_finished(workers, expected)
+            expected.append(await kill_in_the_middle(workers))
+            await all_finished(workers, expected[-1:])
+        results = await check(app.engine, QUEUES, expected)
+    console.print(summary(results))
+    await show(expected[-1].job_id)
+    complaints = [complaint for result in results for complaint in result.complaints] + workers.ended_badly
+    for complaint in complaints:
+        console.print(f"[bold red]wrong:[/bold red] {complaint}", highlight=False)
+    if not complaints:
+        console.print("\n[bold green]every job ended exactly as it should[/bold green]")
+    return 1 if complaints else 0
+
+
+async def show(job_id: str) -> None:
+    """One job's timeline, as anybody would ask for it."""
+    console.print(f"\nthe job whose worker was killed: [bold]holdfast jobs show {job_id}[/bold]\n")
+    shown = await asyncio.create_subprocess_exec(sys.executable, "-m", "holdfast", "jobs", "show", job_id)
+    if await shown.wait() != 0:
+        raise SystemExit("holdfast jobs show failed")
+
+
+async def submit_orders() -> list[Expected]:
+    """One group after the other, each with how it must end; all but the long report."""
+    confirmed = await orders.confirm.submit_many(
+        [(orders.Order(number, f"customer {number}", [995, number]),) for number in range(250)]
+    )
+    expected = group("succeed at once", confirmed)
+    for hiccups in (1, 2, 3):
+        charged = await orders.charge.submit_many([(number, 995, hiccups) for number in range(20)])
+        expected += group(f"fail {hiccups} times, then succeed", charged, attempts=hiccups + 1, retries=hiccups)
+    hopeless = await orders.charge.submit(7, 995, hiccups=99)
+    expected += group("run out of retries", [hopeless], State.FAILED, attempts=4, retries=3)
+    expected += group("fatal: no retry", [await orders.ship.submit(8, "Atlantis")], State.FAILED)
+    expected += group("same key submitted twice", [await submit_twice()])
+    later = await orders.remind.options(delay=DELAY_S).submit(9)
+    due_at_ms = (await later.view()).created_at_ms + DELAY_S * 1000
+    expected += group(f"delayed by {DELAY_S} s", [later], not_before_ms=due_at_ms)
+    withdrawn = await orders.remind.options(delay=3600).submit(10)
+    await withdrawn.cancel(reason="the customer withdrew")
+    return expected + group("cancelled before it ran", [withdrawn], State.CANCELLED, attempts=0)
+
+
+async def submit_twice() -> Job[str]:
+    """The second submission must give back the first job."""
+    once = orders.ship.options(idempotency_key="order-11")
+    first, second = await once.submit(11, "NO"), await once.submit(11, "NO")
+    if (second.id, first.duplicate, second.duplicate) != (first.id, False, True):
+        raise SystemExit("the second submission with the same key was not recognised as a duplicate")
+    return first
+
+
+async def kill_in_the_middle(workers: Workers) -> Expected:
+    """A long job; the worker that runs it is killed, and the other one must finish it."""
+    job = await orders.report.submit("May", pages=40)
+    running = await wait_until(workers, job.view, lambda view: view.state is State.RUNNING, "the report runs")
+    name = workers.kill(running.worker)
+    lease_s = orders.app.settings.visibility_timeout_s
+    console.print(f"[bold red]kill -9[/bold red] {name}, in the middle of the report; its lease lasts {lease_s:g} s")
+    (only,) = group("worker killed with -9", [job], attempts=2)
+    return only
+
+
+def group(name: str, jobs: Iterable[Job[Any]], state: State = State.SUCCEEDED, **more: int) -> list[Expected]:
+    """Jobs that must all end alike."""
+    return [Expected(name, job.id, job.queue, state, **more) for job in jobs]
+
+
+async def all_finished(workers: Workers, expected: list[Expected]) -> None:
+    """Show the progress of each group until every job of it has ended."""
+    with progress() as bars:
+        sizes = Counter(job.group for job in expected)
+        bar = {name: bars.add_task(name, total=size) for name, size in sizes.items()}
+
+        async def look() -> int:
+            ended = Counter(job.group for job, view in await views(expected) if view and view.state in FINAL)
+            for name, task in bar.items():
+                bars.update(task, completed=ended[name])
+            return ended.total()
+
+        await wait_until(workers, look, lambda ended: ended == len(expected), "all jobs have ended")
+
+
+async def views(expected: list[Expected]) -> list[tuple[Expected, JobView | None]]:
+    """Each job as it is now."""
+    pairs: list[tuple[Expected, JobView | None]] = []
+    for queue in QUEUES:
+        jobs = [job for job in expected if job.queue == queue]
+        pairs += zip(jobs, await orders.app.engine.get(queue, [job.job_id for job in jobs]), strict=True)
+    return pairs
+
+
+async def wait_until(workers: Workers, look: Callable[[], Awaitable[T]], good: Callable[[T], bool], what: str) -> T:
+    """What `look` sees once it is good; the demo fails if that takes too long or a worker falls over."""
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not good(seen := await look()):
+        workers.check()
+        if time.monotonic() > give_up_at:
+            raise SystemExit(f"gave up after {DEADLINE_S} s: waited until {what}")
+        await asyncio.sleep(LOOK_S)
+    return seen
+
+
+def progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )

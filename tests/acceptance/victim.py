@@ -1,0 +1,33 @@
+"""A worker process that gets a job and never ends it: `python -m tests.acceptance.victim URL NAMESPACE`.
+
+Prints its name, then a line for each job that it has begun. The test kills it in mid-run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from holdfast import Holdfast, Worker
+
+
+def build(url: str, namespace: str) -> Holdfast:
+    app = Holdfast(url, namespace=namespace, visibility_timeout_s=1, heartbeat_interval_s=0.25)
+
+    @app.task(name="letter")
+    async def letter(number: int) -> int:
+        print("begun", flush=True)
+        await asyncio.Event().wait()
+        return number
+
+    return app
+
+
+async def main(url: str, namespace: str) -> None:
+    worker = Worker(build(url, namespace))
+    print(worker.incarnation, flush=True)
+    await worker.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,96 @@
+"""Help and reference: every command has examples that parse, and the page in docs/ is the program's own."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from holdfast.cli.exits import ExitCode
+from holdfast.cli.main import app
+from tests.cli.harness import SOURCE
+from tools import gen_docs
+from tools.cli_reference import examples, walk
+
+ROOT = typer.main.get_command(app)
+COMMANDS = dict(walk(ROOT, "holdfast"))
+WANTED = {
+    "holdfast dev",
+    "holdfast worker",
+    "holdfast upkeep",
+    "holdfast submit",
+    "holdfast jobs list",
+    "holdfast jobs show",
+    "holdfast jobs watch",
+    "holdfast jobs cancel",
+    "holdfast queues list",
+    "holdfast queues pause",
+    "holdfast queues resume",
+    "holdfast doctor",
+}
+READING = WANTED - {"holdfast dev", "holdfast worker", "holdfast upkeep"}
+
+
+def test_the_commands_are_all_there() -> None:
+    assert set(COMMANDS) == WANTED
+
+
+@pytest.mark.parametrize("path", sorted(WANTED))
+def test_help_has_a_text_and_examples(path: str) -> None:
+    answer = CliRunner().invoke(app, [*path.split()[1:], "--help"])
+    assert answer.exit_code == 0
+    assert "Examples" in answer.output
+    assert f"{path} " in answer.output or path in answer.output.split("Examples")[1]
+    assert COMMANDS[path].help
+
+
+@pytest.mark.parametrize("path", sorted(WANTED))
+def test_the_examples_parse(path: str) -> None:
+    """Each example up to its first shell operator is a call that the parser takes."""
+    own = [example for example in examples(COMMANDS[path]) if example.startswith(path)]
+    assert own
+    for example in own:
+        words = shlex.split(example)
+        end = next((place for place, word in enumerate(words) if word in ("|", "<", "&&")), len(words))
+        COMMANDS[path].make_context(path, words[len(path.split()) : end]).close()
+
+
+@pytest.mark.parametrize("path", sorted(WANTED))
+def test_every_command_takes_the_shared_options(path: str) -> None:
+    options = {option for parameter in COMMANDS[path].params for option in parameter.opts}
+    assert {"--url", "--namespace", "--debug"} <= options
+    if path in READING:
+        assert "--json" in options
+
+
+@pytest.mark.parametrize("path", sorted(WANTED))
+def test_every_parameter_says_what_it_is_for(path: str) -> None:
+    parameters: list[Any] = COMMANDS[path].params
+    assert [parameter.name for parameter in parameters if parameter.name != "help" and not parameter.help] == []
+
+
+def test_the_reference_page_is_the_programs_own() -> None:
+    page = (SOURCE.parent / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    assert gen_docs.render(page) == page, "run `make docs`"
+    assert all(f"### `{path}`" in page for path in WANTED)
+    assert all(f"| {code.value} | {code.meaning} |" in page for code in ExitCode)
+
+
+def test_without_a_command_there_is_help() -> None:
+    answer = CliRunner().invoke(app, [])
+    assert "Usage" in answer.output
+    assert "submit" in answer.output
+
+
+def test_version() -> None:
+    answer = CliRunner().invoke(app, ["--version"])
+    assert answer.exit_code == 0
+    assert answer.output.startswith("holdfast 0.")
+
+
+@pytest.mark.parametrize("words", [["nonsense"], ["jobs", "list", "--nonsense"], ["jobs", "list", "--state", "odd"]])
+def test_a_wrong_call_is_exit_code_2(words: list[str]) -> None:
+    assert CliRunner().invoke(app, words).exit_code == 2

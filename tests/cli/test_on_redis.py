@@ -1,0 +1,96 @@
+"""The program on a real Redis: the same commands, and a doctor that knows what a Redis may forget."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import redis
+from typer.testing import CliRunner, Result
+
+from holdfast.cli.main import app
+from tests.cli.harness import Shell
+from tests.conftest import MakeServer
+from tests.servers import RedisServer
+
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+
+PASSWORD = "hunter2"
+
+
+@pytest.fixture
+def careless(make_redis: MakeServer) -> RedisServer:
+    """It keeps nothing on disk, and throws keys away when it is full."""
+    return make_redis(appendonly="no", maxmemory="100mb", maxmemory_policy="allkeys-lru")
+
+
+@pytest.fixture
+def careful(make_redis: MakeServer) -> RedisServer:
+    """It writes everything down, and wants a password."""
+    server = make_redis(appendonly="yes", appendfsync="always")
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("requirepass", PASSWORD)
+    return server
+
+
+def secret_url(server: RedisServer) -> str:
+    return f"redis://:{PASSWORD}@127.0.0.1:{server.port}/0"
+
+
+def run(*words: str, code: int = 0) -> Result:
+    answer = CliRunner().invoke(app, list(words))
+    assert answer.exit_code == code, f"exit code {answer.exit_code}\n{answer.output}\n{answer.exception!r}"
+    return answer
+
+
+def findings(url: str, code: int) -> list[dict[str, Any]]:
+    report = json.loads(run("doctor", "--url", url, "--json", code=code).stdout)
+    assert report["ok"] is (code == 0)
+    return list(report["findings"])
+
+
+def test_doctor_names_a_redis_that_may_forget(careless: RedisServer) -> None:
+    bad = [finding for finding in findings(careless.url, 1) if not finding["ok"]]
+    said = " ".join(finding["message"] for finding in bad).lower()
+    assert "append-only file is off" in said
+    assert "allkeys-lru" in said
+    assert all(finding["advice"] for finding in bad)
+    shown = run("doctor", "--url", careless.url, code=1).stdout
+    assert "DANGER" in shown
+    assert "noeviction" in shown
+
+
+def test_doctor_is_content_with_a_careful_redis(careful: RedisServer) -> None:
+    found = findings(secret_url(careful), 0)
+    assert {"holdfast", "clock"} <= {finding["check"] for finding in found}
+    assert any("7." in finding["message"] for finding in found)
+    answer = run("doctor", "--url", secret_url(careful))
+    assert PASSWORD not in answer.output
+
+
+def test_the_same_commands_work_on_redis(careful: RedisServer, shell: Shell) -> None:
+    """Submit, work, look, list, cancel; and no log or answer has the password in it."""
+    at = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": secret_url(careful)})
+    with at.start("worker", "sample.py:app", "--name", "blue") as worker:
+        worker.wait_log("started")
+        receipt = at.json("submit", "flaky", "--wait", "30")
+        assert receipt["result"] == "now"
+        assert worker.end() == 0
+    job = at.json("jobs", "show", receipt["job_id"])
+    assert (job["state"], job["attempt"], job["retry_count"]) == ("succeeded", 2, 1)
+    queued = at.run("submit", "add", "[1]", "--delay", "1h").stdout.strip()
+    assert queued in {one["job_id"] for one in at.json("jobs", "list", "--state", "queued")}
+    at.run("jobs", "cancel", queued)
+    at.run("jobs", "cancel", queued, code=4)
+    assert at.json("queues", "list", "--queue", "default")[0]["states"]["queued"] == 0
+    assert PASSWORD not in worker.log.read_text()
+    assert "***" in worker.log.read_text()
+
+
+def test_namespaces_are_apart(careful: RedisServer) -> None:
+    url = secret_url(careful)
+    mine = run("submit", "add", "{}", "--url", url, "--namespace", "mine").stdout.strip()
+    assert mine in run("jobs", "list", "--url", url, "--namespace", "mine").stdout
+    assert run("jobs", "list", "--url", url, "--namespace", "yours").stdout == ""
+    run("jobs", "show", mine, "--url", url, code=2)

@@ -1,0 +1,211 @@
+"""The pieces of the command line that need no engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from holdfast.cli.exits import ExitCode, exit_code, report
+from holdfast.cli.format import as_json, instant, iso, job_document, shorten, span
+from holdfast.cli.logs import JsonLines
+from holdfast.cli.parse import duration, moment, payload
+from holdfast.cli.redact import redact
+from holdfast.cli.timeline import timeline
+from holdfast.core.job import EMPTY_META, Attempt, Failure, JobView, Meta
+from holdfast.core.states import State
+from holdfast.errors import (
+    EngineUnavailable,
+    HoldfastError,
+    IntakeRefused,
+    InvalidOption,
+    InvalidPayload,
+    JobCancelled,
+    JobFailed,
+    TransitionInvalid,
+    UnknownJob,
+    UsageError,
+    WaitTimeout,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("no"), 2),
+        (UnknownJob("j"), 2),
+        (EngineUnavailable("down"), 3),
+        (IntakeRefused("q", "paused"), 3),
+        (TransitionInvalid("j", "succeeded", "cancelled"), 4),
+        (WaitTimeout("j", "queued", timedelta(seconds=1)), 5),
+        (JobFailed("j", "failed", "TASK_ERROR", "boom"), 1),
+        (JobCancelled("j", "cancelled", None, None), 1),
+        (HoldfastError("?"), 1),
+    ],
+)
+def test_every_error_has_its_exit_code(error: HoldfastError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_an_error_is_one_redacted_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code = report(EngineUnavailable("redis://app:hunter2@cache:6379\ndoes not answer"), debug=False)
+    assert code is ExitCode.UNAVAILABLE
+    assert capsys.readouterr().err == "holdfast: ENGINE_UNAVAILABLE: redis://app:***@cache:6379 does not answer\n"
+
+
+def test_debug_shows_the_traceback_without_the_password(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise EngineUnavailable("redis://app:hunter2@cache does not answer") from OSError("refused")
+    except EngineUnavailable as exc:
+        report(exc, debug=True)
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "refused" in shown
+    assert "hunter2" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("redis://app:s3cret@cache:6379/0", "redis://app:***@cache:6379/0"),
+        ("redis://:s3cret@cache", "redis://:***@cache"),
+        ("at redis+sentinel://u:p@a:1,b:2/x now", "at redis+sentinel://u:***@a:1,b:2/x now"),
+        ("rediss://u:p:a/s@s@host/1", "rediss://u:***@host/1"),
+        ("redis://host/0?password=abc&db=1", "redis://host/0?password=***&db=1"),
+        ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
+        ("ada@example.org at 10:30", "ada@example.org at 10:30"),
+    ],
+)
+def test_passwords_are_blotted_out(text: str, shown: str) -> None:
+    assert redact(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("0.5", 0.5),
+        ("500ms", 0.5),
+        ("5m", 300),
+        ("5min", 300),
+        ("1h30m", 5400),
+        ("2d", 172_800),
+        ("-3", -3),
+    ],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert duration(text, "--delay") == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 m", "m5", "5x", "1h-3m", "nan", "inf"])
+def test_no_duration(text: str) -> None:
+    with pytest.raises(InvalidOption, match="--delay"):
+        duration(text, "--delay")
+
+
+def test_instants_need_a_time_zone() -> None:
+    assert moment("2030-01-31T08:00:00Z", "--run-at") == datetime(2030, 1, 31, 8, tzinfo=UTC)
+    with pytest.raises(InvalidOption, match="no time zone"):
+        moment("2030-01-31T08:00:00", "--run-at")
+    with pytest.raises(InvalidOption, match="no instant"):
+        moment("tomorrow", "--run-at")
+
+
+def test_arguments_as_pairs_or_as_a_document() -> None:
+    assert json.loads(payload(None, ["a=1", "b=text", 'c="7"', "d=[1]", "e=x=y", "f="])) == {
+        "a": 1,
+        "b": "text",
+        "c": "7",
+        "d": [1],
+        "e": "x=y",
+        "f": "",
+    }
+    assert payload(None, []) == b"{}"
+    assert payload(' [12345678901234567890, {"a": 1}] ', []) == b'[12345678901234567890, {"a": 1}]'
+
+
+def test_a_document_can_come_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"a": "ü"}\n'))
+    assert json.loads(payload("-", [])) == {"a": "ü"}
+
+
+@pytest.mark.parametrize(("document", "pairs"), [("{", []), ("3", []), ("{}", ["a=1"]), (None, ["a"]), (None, ["=1"])])
+def test_bad_arguments(document: str | None, pairs: list[str]) -> None:
+    with pytest.raises(InvalidPayload):
+        payload(document, pairs)
+
+
+def test_spans_and_instants() -> None:
+    assert [span(ms) for ms in (0, 35, 1_250, 90_000, 5_400_000, 172_800_000)] == [
+        "0 ms",
+        "35 ms",
+        "1.2 s",
+        "1.5 min",
+        "1.5 h",
+        "2.0 d",
+    ]
+    assert instant(1_000_000_000_123) == "2001-09-09 01:46:40.123Z"
+    assert iso(1_000_000_000_123) == "2001-09-09T01:46:40.123Z"
+    assert (instant(0), iso(0)) == ("–", None)
+    assert shorten("a\n" * 100, 10) == "a a a a a…"
+
+
+def test_a_log_line_is_json_without_secrets() -> None:
+    record = logging.makeLogRecord(
+        {"name": "holdfast.x", "levelname": "INFO", "msg": "at %s", "args": ("redis://u:pw@h",)}
+    )
+    record.queue = "mail"
+    record.strange = object
+    line = json.loads(JsonLines().format(record))
+    assert (line["level"], line["logger"], line["message"]) == ("info", "holdfast.x", "at redis://u:***@h")
+    assert line["queue"] == "mail"
+    assert "stack" not in line
+
+
+def view(state: State, meta: Meta = EMPTY_META, **changes: object) -> JobView:
+    values: dict[str, object] = {
+        "job_id": "j1",
+        "task": "t",
+        "queue": "q",
+        "tenant_id": "default",
+        "attempt": 0,
+        "payload": b'{"n": 12345678901234567890}',
+        "idempotency_key": "",
+        "trace_id": "",
+        "created_at_ms": 1_000,
+    }
+    return JobView(**(values | {"state": state, "meta": meta} | changes))  # type: ignore[arg-type]
+
+
+def test_a_timeline_tells_of_attempts_and_of_the_leases_lost_between_them() -> None:
+    history = (
+        Attempt(1, "w1", 1_100, 1_300, "retrying", Failure("TASK_ERROR", "boom", "ValueError")),
+        Attempt(3, "w2", 9_000, 9_500, "succeeded"),
+    )
+    told = timeline(view(State.SUCCEEDED, Meta(history=history, lost_leases=1), attempt=3, finished_at_ms=9_500))
+    assert [moment.what for moment in told] == ["created", "attempt 1", "attempt 2", "attempt 3", "succeeded"]
+    assert "retrying after 200 ms on w1: ValueError: boom" in told[1].detail
+    assert "lease lost" in told[2].detail
+    assert told[-1].at_ms == 9_500
+
+
+def test_a_timeline_tells_what_an_open_job_waits_for() -> None:
+    waiting = timeline(view(State.QUEUED, Meta(run_at_ms=5_000), next_attempt_at_ms=5_000))
+    assert [(moment.at_ms, moment.what) for moment in waiting] == [
+        (1_000, "created"),
+        (5_000, "due"),
+        (5_000, "waiting until"),
+    ]
+    running = timeline(view(State.RUNNING, attempt=1, worker="w9"))
+    assert running[-1].detail == "attempt 1 on w9"
+    assert timeline(view(State.SUSPENDED))[-1].what == "suspended"
+
+
+def test_a_job_for_programs_keeps_its_numbers() -> None:
+    document = job_document(view(State.QUEUED))
+    assert bytes(document["payload"]) == b'{"n": 12345678901234567890}'
+    assert document["idempotency_key"] == "j1"
+    assert as_json(b"\xff no json") == "\ufffd no json"

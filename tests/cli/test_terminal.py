@@ -1,0 +1,105 @@
+"""What a person at a terminal sees: the program on a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tests.cli.harness import PATIENCE_S, Shell
+
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+@dataclass
+class Terminal:
+    """A running program and what it has written so far."""
+
+    process: subprocess.Popen[bytes]
+    _screen: int
+    raw: bytes = b""
+    seen: str = field(default="", init=False)
+
+    def read_until(self, text: str) -> str:
+        """Everything up to now, once this text is in it."""
+        give_up_at = time.monotonic() + PATIENCE_S
+        while text not in self.seen:
+            if not self._read(give_up_at - time.monotonic()):
+                raise AssertionError(f"no {text!r} in:\n{self.seen}")
+        return self.seen
+
+    def read_all(self) -> str:
+        """Everything until it ends."""
+        while self._read(PATIENCE_S):
+            pass
+        return self.seen
+
+    def _read(self, patience_s: float) -> bool:
+        ready, _, _ = select.select([self._screen], [], [], max(0, patience_s))
+        try:
+            chunk = os.read(self._screen, 65536) if ready else b""
+        except OSError:  # Linux says EIO when the other end is closed
+            chunk = b""
+        self.raw += chunk
+        self.seen = _ESCAPES.sub(b"", self.raw).decode(errors="replace")
+        return bool(chunk)
+
+
+@contextmanager
+def terminal(shell: Shell, *words: str) -> Iterator[Terminal]:
+    """The program with stdout and stderr on a terminal of 160 columns."""
+    screen, end = pty.openpty()
+    environment = shell.environment | {"TERM": "xterm-256color", "COLUMNS": "160", "LINES": "50"}
+    process = subprocess.Popen(
+        shell.command(*words), cwd=shell.folder, env=environment, stdin=end, stdout=end, stderr=end
+    )
+    os.close(end)
+    try:
+        yield Terminal(process, screen)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(screen)
+
+
+def test_lists_and_findings_are_coloured_tables(shell: Shell) -> None:
+    job_id = shell.run("submit", "add", "[1]").stdout.strip()
+    with terminal(shell, "jobs", "list") as screen:
+        shown = screen.read_all()
+    assert re.search(rf"{job_id} +add +default +queued", shown)
+    assert b"\x1b[36mqueued" in screen.raw
+    with terminal(shell, "jobs", "show", job_id) as screen:
+        assert re.search(r"created +task add, queue default", screen.read_all())
+    with terminal(shell, "doctor") as screen:
+        assert re.search(r"clock +ok +", screen.read_all())
+
+
+def test_json_is_plain_at_a_terminal_too(shell: Shell) -> None:
+    shell.run("submit", "add", "[1]")
+    with terminal(shell, "queues", "list", "--json") as screen:
+        assert screen.read_all().startswith("[")
+    assert b"\x1b" not in screen.raw
+
+
+def test_watch_is_a_live_table_until_ctrl_c(shell: Shell) -> None:
+    shell.run("submit", "add", "[1]")
+    with terminal(shell, "jobs", "watch", "--interval", "0.1") as screen:
+        screen.read_until("Ctrl-C ends")
+        assert re.search(r"queue +queued +running", screen.read_until("default"))
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.process.wait(PATIENCE_S) == 0
+
+
+def test_a_worker_logs_for_people_at_a_terminal(shell: Shell) -> None:
+    with terminal(shell, "worker", "sample.py:app", "--name", "blue") as screen:
+        assert "INFO" in screen.read_until("tasks add, elsewhere, flaky, refuse, slow")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.process.wait(PATIENCE_S) == 0
+        assert "ended" in screen.read_until("drained")

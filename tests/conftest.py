@@ -1,0 +1,100 @@
+"""Servers and harnesses for all tests. Servers start when a test first asks for one, and serve the whole session."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.servers import RedisServer, find_server
+from tools.servers import REDIS, REDIS_60, REDIS_62, Server
+
+pytest.register_assert_rewrite(
+    "holdfast.testing.contract", "holdfast.testing.history", "holdfast.testing.machine", "holdfast.testing.model"
+)
+
+#: A Redis that is there already, used instead of one of our own; tests that kill servers start theirs all the same.
+REDIS_URL_VARIABLE: Final = "HOLDFAST_TEST_REDIS_URL"
+
+MakeServer = Callable[..., RedisServer]
+
+
+class Servers:
+    """One shared server of each kind, started on demand."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: dict[str, RedisServer] = {}
+
+    def get(self, server: Server) -> RedisServer:
+        if server.name not in self._started:
+            # A backlog of a test run is not worth a save.
+            started = RedisServer(find_server(server), self._folder / server.name)
+            started.start()
+            self._started[server.name] = started
+        return self._started[server.name]
+
+    def stop(self) -> None:
+        for server in self._started.values():
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture(scope="session")
+def redis_url(servers: Servers) -> str:
+    """A shared Redis of the current version."""
+    return os.environ.get(REDIS_URL_VARIABLE) or servers.get(REDIS).url
+
+
+@pytest.fixture(scope="session")
+def redis_62_url(servers: Servers) -> str:
+    """A shared Redis 6.2: XAUTOCLAIM as it was first."""
+    return servers.get(REDIS_62).url
+
+
+@pytest.fixture(scope="session")
+def redis_60_url(servers: Servers) -> str:
+    """A shared Redis 6.0.9: neither XAUTOCLAIM nor XPENDING … IDLE."""
+    return servers.get(REDIS_60).url
+
+
+@pytest.fixture
+def make_redis(tmp_path: Path) -> Iterator[MakeServer]:
+    """Servers of a test's own, to be killed, stopped, filled and restarted: `make_redis(appendonly="yes")`."""
+    made: list[RedisServer] = []
+
+    def make(server: Server = REDIS, **options: str) -> RedisServer:
+        arguments = {key.replace("_", "-"): value for key, value in options.items()}
+        fresh = RedisServer(find_server(server), tmp_path / f"redis-{len(made)}", arguments)
+        made.append(fresh)
+        fresh.start()
+        return fresh
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A prefix that no other test uses."""
+    return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def engine_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Both engines, one after the other, for tests that go through the public API."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'holdfast.db'}"
+    url: str = request.getfixturevalue("redis_url")
+    return url

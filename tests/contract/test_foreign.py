@@ -1,0 +1,322 @@
+"""Messages that other programs write with a plain XADD are submissions; malformed ones are dead letters (Q3, Q15)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from holdfast.core.job import Priority
+from holdfast.core.states import State
+from holdfast.core.verdict import MESSAGE_MALFORMED, Answer, RetryLater
+from holdfast.engine.port import Control, RetryVia
+from holdfast.testing.contract.harness import FAILURE, Rig, ids
+from holdfast.testing.history import check_history
+from tests.harness import RedisHarness
+
+pytestmark = pytest.mark.redis
+
+QUEUE = "default"
+WELL_FORMED = {"task_id": "j1", "type": "print", "payload": '{"n":1}'}
+
+
+class Foreigner:
+    """Another program, and the engine that must cope with it."""
+
+    def __init__(self, harness: RedisHarness, rig: Rig) -> None:
+        self.redis = harness.redis
+        self.harness = harness
+        self.rig = rig
+        self.keys = harness.keys(QUEUE)
+
+    async def write(self, fields: dict[Any, Any], priority: Priority = Priority.NORMAL) -> str:
+        message_id: bytes = await self.redis.xadd(self.keys.streams[priority], fields)
+        return message_id.decode()
+
+    async def dead_letters(self) -> list[dict[str, str]]:
+        entries = await self.redis.xrange(self.keys.dlq)
+        return [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in entries]
+
+    async def nothing_is_left(self) -> None:
+        for stream in self.keys.streams:
+            assert await self.redis.xlen(stream) == 0
+        assert await self.rig.open_jobs() == 0
+
+
+@pytest.fixture
+async def foreigner(redis_harness: RedisHarness) -> Foreigner:
+    return Foreigner(redis_harness, Rig(redis_harness, await redis_harness.make(), QUEUE))
+
+
+async def test_a_plain_xadd_is_a_submission(foreigner: Foreigner) -> None:
+    await foreigner.write(
+        {
+            **WELL_FORMED,
+            "idempotency_key": "order-17",
+            "tenant_id": "acme",
+            "trace_id": "t-1",
+            "max_retries": "5",
+            "context": '{"user":"u1"}',
+            "colour": "ignored",
+        }
+    )
+    claim = await foreigner.rig.claim_one()
+    assert (claim.job_id, claim.task, claim.payload, claim.attempt) == ("j1", "print", b'{"n":1}', 1)
+    assert (claim.idempotency_key, claim.tenant_id, claim.trace_id) == ("order-17", "acme", "t-1")
+    assert (claim.meta.max_retries, claim.meta.context) == (5, {"user": "u1"})
+    assert foreigner.rig.engine.counts.adopted == 1
+
+    view = await foreigner.rig.view("j1")
+    assert (view.state, view.task, view.payload, view.worker) == (State.RUNNING, "print", b'{"n":1}', "w1")
+    assert await foreigner.rig.succeed(claim) == [Answer.APPLIED]
+    assert await foreigner.rig.story("j1") == ["task.created", "task.claimed", "task.succeeded"]
+    check_history(await foreigner.rig.events(), ended=True)
+    await foreigner.nothing_is_left()
+
+
+async def test_three_fields_are_enough(foreigner: Foreigner) -> None:
+    await foreigner.write({"payload": "[1,2]", "type": "print", "task_id": "j1"})
+    claim = await foreigner.rig.claim_one()
+    assert (claim.payload, claim.tenant_id, claim.idempotency_key) == (b"[1,2]", "default", "j1")
+
+
+async def test_the_stream_decides_the_priority(foreigner: Foreigner) -> None:
+    for priority in (Priority.LOW, Priority.NORMAL, Priority.HIGH):
+        await foreigner.write({**WELL_FORMED, "task_id": priority.name}, priority)
+    claims = await foreigner.rig.claim()
+    assert sorted(ids(claims)) == ["HIGH", "LOW", "NORMAL"]
+    assert {claim.job_id: Priority(claim.meta.priority).name for claim in claims} == {
+        name: name for name in ("HIGH", "NORMAL", "LOW")
+    }
+
+
+async def test_foreign_and_own_messages_share_a_line(foreigner: Foreigner) -> None:
+    await foreigner.write(WELL_FORMED)
+    own = await foreigner.rig.submit_one()
+    await foreigner.write({**WELL_FORMED, "task_id": "j2"})
+    claims = await foreigner.rig.claim()
+    assert sorted(ids(claims)) == sorted(["j1", own, "j2"])
+    assert await foreigner.rig.succeed(*claims) == [Answer.APPLIED] * 3
+    check_history(await foreigner.rig.events(), ended=True)
+
+
+async def test_it_waits_while_the_queue_is_paused(foreigner: Foreigner) -> None:
+    await foreigner.rig.engine.set_control(QUEUE, Control(paused=True))
+    await foreigner.write(WELL_FORMED)
+    assert await foreigner.rig.claim() == []
+    await foreigner.rig.engine.set_control(QUEUE, Control())
+    assert ids(await foreigner.rig.claim()) == ["j1"]
+
+
+# Its life goes on like any other ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(RetryVia))
+async def test_a_foreign_job_can_retry(redis_harness: RedisHarness, mode: RetryVia) -> None:
+    engine = await redis_harness.make(retry_via={QUEUE: mode})
+    foreigner = Foreigner(redis_harness, Rig(redis_harness, engine, QUEUE))
+    await foreigner.write(WELL_FORMED)
+    claim = await foreigner.rig.claim_one()
+    assert await foreigner.rig.settle(claim, RetryLater(1_000, FAILURE)) is Answer.APPLIED
+    assert await foreigner.rig.state("j1") is State.RETRYING
+    await redis_harness.advance(1_001)
+    (again,) = await foreigner.rig.claim_due("w2")
+    assert (again.job_id, again.attempt, again.meta.retry_count) == ("j1", 2, 1)
+    assert (again.task, again.payload) == ("print", b'{"n":1}')
+    assert await foreigner.rig.succeed(again) == [Answer.APPLIED]
+    check_history(await foreigner.rig.events(), ended=True)
+    await foreigner.nothing_is_left()
+
+
+async def test_a_foreign_job_can_be_taken_over(foreigner: Foreigner) -> None:
+    await foreigner.write(WELL_FORMED)
+    old = await foreigner.rig.claim_one("w1")
+    await foreigner.rig.lose_leases()
+    new = await foreigner.rig.reclaim_one("w2")
+    assert (new.job_id, new.attempt) == ("j1", 2)
+    assert await foreigner.rig.succeed(old, new) == [Answer.STALE, Answer.APPLIED]
+    assert await foreigner.rig.story("j1") == ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"]
+    check_history(await foreigner.rig.events(), ended=True)
+
+
+async def test_a_foreign_job_whose_claim_was_never_adopted_is_not_lost(foreigner: Foreigner) -> None:
+    """The worker died between reading the message and adopting it."""
+    await foreigner.write(WELL_FORMED)
+    await foreigner.rig.engine.set_control(QUEUE, Control())
+    stream = foreigner.keys.streams[Priority.NORMAL]
+    assert await foreigner.rig.claim("nobody", 0) == []
+    group = foreigner.harness.names.group
+    await foreigner.redis.xgroup_create(stream, group, "0")
+    await foreigner.redis.xreadgroup(group, "w1", {stream: ">"})
+    await foreigner.rig.lose_leases()
+    (claim,) = await foreigner.rig.claim_due("w2")
+    assert claim.job_id == "j1"
+    assert await foreigner.rig.succeed(claim) == [Answer.APPLIED]
+    check_history(await foreigner.rig.events(), ended=True)
+    await foreigner.nothing_is_left()
+
+
+async def test_a_foreign_job_can_be_resumed_after_a_lost_reply(foreigner: Foreigner) -> None:
+    await foreigner.write(WELL_FORMED)
+    lost = await foreigner.rig.claim_one("w1")
+    (resumed,) = await foreigner.rig.engine.resume("w1", [QUEUE], ())
+    assert (resumed.lease, resumed.attempt) == (lost.lease, lost.attempt)
+    assert await foreigner.rig.succeed(resumed) == [Answer.APPLIED]
+    check_history(await foreigner.rig.events(), ended=True)
+
+
+async def test_a_foreign_job_can_be_cancelled_while_it_runs(foreigner: Foreigner) -> None:
+    await foreigner.write(WELL_FORMED)
+    claim = await foreigner.rig.claim_one()
+    await foreigner.rig.move("j1", State.CANCELLED)
+    assert await foreigner.rig.succeed(claim) == [Answer.STALE]
+    check_history(await foreigner.rig.events(), ended=True)
+    await foreigner.nothing_is_left()
+
+
+# The same again --------------------------------------------------------------------------------------
+
+
+async def test_the_same_task_id_again_is_dropped(foreigner: Foreigner) -> None:
+    await foreigner.write(WELL_FORMED)
+    await foreigner.write(WELL_FORMED)
+    claim = await foreigner.rig.claim_one()
+    await foreigner.write(WELL_FORMED)
+    assert await foreigner.rig.claim() == []
+    await foreigner.rig.succeed(claim)
+    await foreigner.write(WELL_FORMED)
+    assert await foreigner.rig.claim() == []
+    assert await foreigner.rig.state("j1") is State.SUCCEEDED
+    assert (await foreigner.rig.story("j1")).count("task.duplicate") == 3
+    assert foreigner.rig.engine.counts.skipped == 3
+    check_history(await foreigner.rig.events(), ended=True)
+    await foreigner.nothing_is_left()
+
+
+async def test_the_same_task_id_as_a_job_of_our_own_is_dropped(foreigner: Foreigner) -> None:
+    own = await foreigner.rig.submit_one()
+    await foreigner.write({**WELL_FORMED, "task_id": own})
+    claims = await foreigner.rig.claim()
+    assert [(claim.job_id, claim.payload) for claim in claims] == [(own, b'{"n":1}')]
+    assert await foreigner.rig.succeed(*claims) == [Answer.APPLIED]
+    await foreigner.nothing_is_left()
+
+
+async def test_the_same_idempotency_key_again_is_dropped(foreigner: Foreigner) -> None:
+    own = await foreigner.rig.submit_one(idempotency_key="k")
+    await foreigner.write({**WELL_FORMED, "idempotency_key": "k"})
+    await foreigner.write({**WELL_FORMED, "task_id": "j2", "idempotency_key": "k", "tenant_id": "acme"})
+    assert sorted(ids(await foreigner.rig.claim())) == sorted([own, "j2"])
+    duplicate = await foreigner.rig.engine.submit([foreigner.rig.envelope(idempotency_key="k", tenant_id="acme")])
+    assert (duplicate[0].job_id, duplicate[0].duplicate) == ("j2", True)
+
+
+# Malformed -------------------------------------------------------------------------------------------
+
+MALFORMED: dict[str, dict[Any, Any]] = {
+    "no type": {"task_id": "j1", "payload": "{}"},
+    "no payload": {"task_id": "j1", "type": "print"},
+    "payload is no JSON": {**WELL_FORMED, "payload": "{n:1"},
+    "payload is a number": {**WELL_FORMED, "payload": "1"},
+    "payload is no text": {**WELL_FORMED, "payload": b"\xff\xfe\x00"},
+    "payload is nested too deep": {**WELL_FORMED, "payload": "[" * 100_000},
+    "type is no text": {**WELL_FORMED, "type": b"\xff\xfe"},
+    "max_retries is no number": {**WELL_FORMED, "max_retries": "many"},
+    "max_retries is negative": {**WELL_FORMED, "max_retries": "-1"},
+    "context is no object": {**WELL_FORMED, "context": "[1]"},
+    "forged marker": {"holdfast": "1 queued 0 0 0", "task_id": "j1"},
+    "forged message": {
+        "holdfast": "1 queued x y z", "task_id": "j1", "type": "print", "payload": "{}", "tenant_id": "acme",
+        "idempotency_key": "k", "trace_id": "", "meta": "",
+    },
+    "forged meta": {
+        "holdfast": "1 queued 0 0 0", "task_id": "j1", "type": "print", "payload": "{}", "tenant_id": "acme",
+        "idempotency_key": "k", "trace_id": "", "meta": "{",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED.keys())
+async def test_a_malformed_message_is_a_dead_letter_at_once(foreigner: Foreigner, fields: dict[Any, Any]) -> None:
+    await foreigner.write(fields)
+    good = await foreigner.rig.submit_one()
+
+    assert ids(await foreigner.rig.claim()) == [good]
+
+    (dead,) = await foreigner.dead_letters()
+    assert (dead["task_id"], dead["error_code"]) == ("j1", MESSAGE_MALFORMED)
+    assert dead["error"]
+    raw = json.loads(dead["payload"])
+    assert raw["task_id"] == "j1"
+    assert set(raw) == set(fields)
+    view = await foreigner.rig.view("j1")
+    assert view.state is State.FAILED
+    assert view.failure is not None
+    assert view.failure.code == MESSAGE_MALFORMED
+    assert foreigner.rig.engine.counts.malformed == 1
+
+    # Never round and round.
+    await foreigner.rig.lose_leases()
+    assert ids(await foreigner.rig.claim_due("w2")) == [good]
+    assert await foreigner.rig.story("j1") == ["task.created", "task.dlq_pending", "task.dlq", "task.failed"]
+    check_history(await foreigner.rig.events())
+
+
+NO_ID: dict[str, dict[Any, Any]] = {
+    "none": {"type": "print", "payload": "{}"},
+    "empty": {**WELL_FORMED, "task_id": ""},
+    "space": {**WELL_FORMED, "task_id": "a b"},
+    "no text": {**WELL_FORMED, "task_id": b"\xff\x00"},
+    "too long": {**WELL_FORMED, "task_id": "x" * 10_000},
+    "nothing at all": {"": ""},
+}
+
+
+@pytest.mark.parametrize("fields", NO_ID.values(), ids=NO_ID.keys())
+async def test_a_message_without_a_usable_id_gets_one(foreigner: Foreigner, fields: dict[Any, Any]) -> None:
+    await foreigner.write(fields)
+    assert await foreigner.rig.claim() == []
+    (dead,) = await foreigner.dead_letters()
+    assert dead["task_id"]
+    assert dead["error_code"] == MESSAGE_MALFORMED
+    assert len(json.loads(dead["payload"])) == len(fields)
+    assert await foreigner.rig.state(dead["task_id"]) is State.FAILED
+    check_history(await foreigner.rig.events(), ended=True)
+    await foreigner.nothing_is_left()
+
+
+async def test_a_malformed_message_under_a_known_id_spares_the_job(foreigner: Foreigner) -> None:
+    own = await foreigner.rig.submit_one()
+    await foreigner.write({"task_id": own, "type": "print", "payload": "{"})
+    (claim,) = await foreigner.rig.claim()
+    assert claim.job_id == own
+    assert len(await foreigner.dead_letters()) == 1
+    assert await foreigner.rig.succeed(claim) == [Answer.APPLIED]
+    check_history(await foreigner.rig.events(), ended=True)
+
+
+async def test_with_a_ledger_a_malformed_message_waits_for_it(redis_harness: RedisHarness) -> None:
+    engine = await redis_harness.make(ledger=True)
+    foreigner = Foreigner(redis_harness, Rig(redis_harness, engine, QUEUE))
+    await foreigner.write({"task_id": "j1", "type": "print"})
+    assert await foreigner.rig.claim() == []
+    view = await foreigner.rig.view("j1")
+    assert view.state is State.DLQ_PENDING
+    assert json.loads(view.payload) == {"task_id": "j1", "type": "print"}
+    await foreigner.rig.move("j1", State.DLQ_RECORDED)
+    await foreigner.rig.move("j1", State.FAILED)
+    check_history(await foreigner.rig.events(), ended=True)
+
+
+async def test_a_batch_of_good_bad_and_double_messages(foreigner: Foreigner) -> None:
+    for number in range(150):
+        await foreigner.write({**WELL_FORMED, "task_id": f"good-{number}"})
+        await foreigner.write({**WELL_FORMED, "task_id": f"good-{number}"})
+        await foreigner.write({"task_id": f"bad-{number}", "payload": "{}"})
+    claims = await foreigner.rig.claim(limit=500)
+    assert sorted(ids(claims)) == sorted(f"good-{number}" for number in range(150))
+    assert set(await foreigner.rig.succeed(*claims)) == {Answer.APPLIED}
+    assert len(await foreigner.dead_letters()) == 150
+    check_history(await foreigner.rig.events(), ended=True)
+    await foreigner.nothing_is_left()

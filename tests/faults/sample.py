@@ -1,0 +1,130 @@
+"""The app that fault tests run: in the test's own process, and in worker processes (`holdfast worker sample.py:app`).
+
+Every run of a task leaves a line in the file that `FAULTS_RUNS` names, so that a test can tell how often a job
+really ran, whatever the engine says. Runs that must last until the test says so wait for a file, the gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast import Context, Holdfast, Retry, Task
+
+RUNS_VARIABLE: Final = "FAULTS_RUNS"
+#: This process's wall clock is wrong by so many seconds.
+SKEW_VARIABLE: Final = "FAULTS_SKEW_S"
+
+QUICK: Final = Retry(max_retries=3, base=0.05, jitter=None)
+_LOOK_S: Final = 0.005
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The registered tasks."""
+
+    work: Task[[int], int]
+    nap: Task[[int, float], int]
+    hold: Task[[str], str]
+    hold_in_thread: Task[[str], str]
+    block: Task[[str, float], str]
+    die: Task[[], None]
+    flaky: Task[[], str]
+    fail: Task[[], None]
+    big: Task[[int], str]
+    unwritable: Task[[], Any]
+
+
+def register(app: Holdfast) -> Tasks:
+    """All tasks, on this app."""
+
+    @app.task(retry=QUICK)
+    async def work(ctx: Context, number: int) -> int:
+        note(ctx)
+        return number
+
+    @app.task(retry=QUICK)
+    async def nap(ctx: Context, number: int, seconds: float) -> int:
+        note(ctx)
+        await asyncio.sleep(seconds)
+        return number
+
+    @app.task(retry=QUICK)
+    async def hold(ctx: Context, gate: str) -> str:
+        note(ctx)
+        while not Path(gate).exists():  # noqa: ASYNC240 - one look at a local file
+            await asyncio.sleep(_LOOK_S)
+        return f"attempt {ctx.attempt}"
+
+    @app.task(retry=QUICK)
+    def hold_in_thread(ctx: Context, gate: str) -> str:
+        note(ctx)
+        while not Path(gate).exists() and not ctx.cancelled:
+            time.sleep(_LOOK_S)
+        return f"attempt {ctx.attempt}"
+
+    @app.task(retry=QUICK)
+    async def block(ctx: Context, started: str, seconds: float) -> str:
+        """Keeps the whole event loop busy."""
+        note(ctx)
+        Path(started).touch()  # noqa: ASYNC240
+        time.sleep(seconds)  # noqa: ASYNC251 - that is the point
+        return f"attempt {ctx.attempt}"
+
+    @app.task(retry=QUICK)
+    async def die(ctx: Context) -> None:
+        note(ctx)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @app.task(retry=QUICK)
+    async def flaky(ctx: Context) -> str:
+        note(ctx)
+        if ctx.retry_count == 0:
+            raise ValueError("not yet")
+        return "now"
+
+    @app.task(retry=Retry(max_retries=0))
+    async def fail(ctx: Context) -> None:
+        note(ctx)
+        raise ValueError("never")
+
+    @app.task(retry=QUICK)
+    async def big(ctx: Context, size: int) -> str:
+        note(ctx)
+        return "x" * size
+
+    @app.task(retry=QUICK)
+    async def unwritable(ctx: Context) -> Any:
+        note(ctx)
+        return object()
+
+    return Tasks(work, nap, hold, hold_in_thread, block, die, flaky, fail, big, unwritable)
+
+
+def note(ctx: Context) -> None:
+    """One run has begun. A single write to the end of the file, so that processes do not mix their lines."""
+    line = f"{ctx.job_id} {ctx.attempt} {os.getpid()}\n".encode()
+    descriptor = os.open(os.environ[RUNS_VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def skew_clock(seconds: float) -> None:
+    """From now on this process's wall clock is wrong."""
+    real_time, real_time_ns = time.time, time.time_ns
+    time.time = lambda: real_time() + seconds
+    time.time_ns = lambda: real_time_ns() + round(seconds * 1e9)
+
+
+if os.environ.get(SKEW_VARIABLE):
+    skew_clock(float(os.environ[SKEW_VARIABLE]))
+
+app: Final = Holdfast()
+tasks: Final = register(app)

@@ -1,0 +1,124 @@
+"""Harnesses for the engine contract: SQLite with a clock that is moved by hand, Redis whose data is made older."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from holdfast.engine.port import Engine, EngineOptions
+from holdfast.engine.redis.engine import RedisEngine
+from holdfast.engine.redis.keys import Keys, Names
+from holdfast.engine.sqlite.engine import SqliteEngine
+from holdfast.testing.clock import ManualClock
+from holdfast.testing.contract import EngineHarness
+
+_PAGE: Final = 1_000
+
+
+class SqliteHarness(EngineHarness):
+    """Engines on one file; time is a number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._made: list[Engine] = []
+        self.clock = ManualClock()
+
+    async def make(self, **options: Any) -> Engine:
+        engine = SqliteEngine(self._path, EngineOptions(**options), self.clock)
+        self._made.append(engine)
+        await engine.open()
+        return engine
+
+    async def advance(self, ms: int) -> None:
+        self.clock.advance(timedelta(milliseconds=ms))
+
+    async def close(self) -> None:
+        for engine in self._made:
+            await engine.close()
+
+
+class RedisHarness(EngineHarness):
+    """Engines in one namespace of a real server. Its clock cannot be moved, so everything that it times is aged."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self.url = url
+        self.names = Names(namespace=namespace)
+        self.redis = Redis.from_url(url)
+        self._made: list[Engine] = []
+
+    async def make(self, **options: Any) -> Engine:
+        engine = RedisEngine(self.url, self.names, EngineOptions(**options))
+        self._made.append(engine)
+        await engine.open()
+        return engine
+
+    def keys(self, queue: str) -> Keys:
+        return Keys(queue, self.names)
+
+    async def advance(self, ms: int) -> None:
+        queues = [queue.decode() for queue in await self.redis.smembers(self.names.queues)]
+        for queue in queues:
+            await self.age_queue(queue, ms)
+        await self._age_expiries(ms)
+
+    async def age_queue(self, queue: str, ms: int) -> None:
+        """Leases have been idle for longer, and everything that waits is due earlier."""
+        keys = self.keys(queue)
+        for stream in keys.streams:
+            await self._age_leases(stream, ms)
+        for due_set in (keys.retry, keys.delayed, keys.waiting):
+            members = await self.redis.zrange(due_set, 0, -1)
+            async with self.redis.pipeline() as pipe:
+                for member in members:
+                    pipe.zincrby(due_set, -ms, member)
+                await pipe.execute()
+
+    async def close(self) -> None:
+        for engine in self._made:
+            await engine.close()
+        async for keys in self._own_keys():
+            await self.redis.delete(*keys)
+        await self.redis.aclose()
+
+    async def _age_leases(self, stream: bytes, ms: int) -> None:
+        if not await self.redis.exists(stream) or not await self.redis.xinfo_groups(stream):
+            return
+        rows = await self.redis.xpending_range(stream, self.names.group, "-", "+", _PAGE)
+        async with self.redis.pipeline() as pipe:
+            for row in rows:
+                # JUSTID keeps the delivery count; the owner stays the same.
+                idle_ms = row["time_since_delivered"] + ms
+                pipe.xclaim(
+                    stream, self.names.group, row["consumer"], 0, [row["message_id"]], idle=idle_ms, justid=True
+                )
+            await pipe.execute()
+
+    async def _age_expiries(self, ms: int) -> None:
+        async for keys in self._own_keys():
+            for key in keys:
+                left = await self.redis.pttl(key)
+                if 0 <= left <= ms:
+                    await self.redis.delete(key)
+                elif left > ms:
+                    await self.redis.pexpire(key, left - ms)
+
+    async def _own_keys(self) -> AsyncIterator[list[bytes]]:
+        """This namespace's keys, in pages: with and without a hash tag."""
+        for pattern in (f"{self.names.namespace}:*", f"{{{self.names.namespace}:*"):
+            page: list[bytes] = [key async for key in self.redis.scan_iter(match=pattern, count=_PAGE)]
+            if page:
+                yield page
+
+
+@asynccontextmanager
+async def closing(harness: SqliteHarness | RedisHarness) -> AsyncIterator[SqliteHarness | RedisHarness]:
+    """The harness, and the end of everything that it made."""
+    try:
+        yield harness
+    finally:
+        await harness.close()

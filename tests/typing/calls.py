@@ -1,0 +1,69 @@
+"""Right and wrong calls of tasks. Not run: a test type-checks this file and compares with the comments.
+
+A line that ends in `# error: CODE` must be refused with that code; every other line must be fine.
+"""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from holdfast import Context, Holdfast, Job, Retry, Task
+
+app = Holdfast("sqlite://")
+
+
+@app.task
+async def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+@app.task(retry=Retry(max_retries=1), timeout=5)
+async def publish(ctx: Context, title: str, *, draft: bool = False) -> str:
+    return f"{ctx.job_id} {title} {draft}"
+
+
+@app.task
+def shout(text: str) -> list[str]:
+    return [text]
+
+
+@app.task(process=True)
+def crunch(ctx: Context, size: int) -> float:
+    return size / 2
+
+
+assert_type(add, Task[[int, int], int])  # error: assert-type
+
+
+async def right() -> None:
+    assert_type(await add.submit(1), Job[int])
+    assert_type(await add.submit(1, b=2), Job[int])
+    assert_type(await (await add.submit(1, 2)).result(timeout=5), int)
+    assert_type(await publish.submit("title"), Job[str])
+    assert_type(await publish.submit("title", draft=True), Job[str])
+    assert_type(await shout.submit("hey"), Job[list[str]])
+    assert_type(await crunch.submit(7), Job[float])
+    assert_type(crunch.submit_sync(7).result_sync(), float)
+    assert_type(await add.options(delay=5, priority="high").submit(1), Job[int])
+    assert_type(await add.submit_many([(1,), (2, 3)]), list[Job[int]])
+    assert_type(await app.job("id").view(), object)  # error: assert-type
+
+
+async def wrong() -> None:
+    await add.submit("1")  # error: arg-type
+    await add.submit()  # error: call-arg
+    await add.submit(1, 2, 3)  # error: call-arg
+    await add.submit(1, c=2)  # error: call-arg
+    await publish.submit(1)  # error: arg-type
+    await publish.submit("title", True)  # error: call-arg
+    await shout.submit(b"hey")  # error: arg-type
+    await crunch.submit("7")  # error: arg-type
+    crunch.submit_sync(size="7")  # error: arg-type
+    await add.options(delay=5).submit("1")  # error: arg-type
+    await add.options(delay="soon").submit(1)  # error: arg-type
+    await add.options(urgency=5).submit(1)  # error: call-arg
+    await add.submit_many([1, 2])  # error: list-item
+    text: str = await (await add.submit(1)).result()  # error: assignment
+    print(text)
+    app.task(timeout="5")  # error: call-overload
+    app.task(on_exhausted="drop")  # error: call-overload

@@ -1,0 +1,129 @@
+"""Registering tasks, and the mistakes one can make with it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from holdfast import Context, Holdfast, Retry, Settings
+from holdfast.core.verdict import OnExhausted
+from holdfast.errors import DuplicateTask, InvalidOption
+from holdfast.worker.plan import Mode
+
+
+@pytest.fixture
+def app() -> Holdfast:
+    return Holdfast("sqlite://")
+
+
+def test_where_functions_run(app: Holdfast) -> None:
+    async def on_loop() -> None: ...
+
+    def in_thread() -> None: ...
+
+    assert app.task(on_loop).plan.mode is Mode.LOOP
+    assert app.task(in_thread).plan.mode is Mode.THREAD
+    assert app.task(name="p", process=True)(in_thread).plan.mode is Mode.PROCESS
+    assert app.task(name="lambda")(lambda: None).plan.mode is Mode.THREAD
+
+
+def test_a_policy_is_kept(app: Holdfast) -> None:
+    @app.task(
+        retry=Retry(max_retries=9),
+        timeout=1.5,
+        on_exhausted="suspend",
+        retry_on=OSError,
+        fatal_on=(KeyError, ValueError),
+        unavailable_on=(ConnectionError,),
+    )
+    async def work(ctx: Context, number: int) -> None: ...
+
+    policy = work.plan.policy
+    assert (policy.retry.max_retries, policy.timeout_ms, policy.on_exhausted) == (9, 1_500, OnExhausted.SUSPEND)
+    assert policy.retry_on == (OSError,)
+    assert policy.fatal_on == (KeyError, ValueError)
+    assert policy.unavailable_on == (ConnectionError,)
+    assert work.plan.context_name == "ctx"
+
+
+async def work() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": ""}, "a task's name must be a name"),
+        ({"name": "a b"}, "no blanks"),
+        ({"queue": ""}, "queue must be a name"),
+        ({"retry": 3}, "retry must be a Retry"),
+        ({"timeout": 0}, "timeout must be more than 0"),
+        ({"timeout": -1}, "timeout must not be negative"),
+        ({"on_exhausted": "drop"}, "dead_letter or suspend"),
+        ({"retry_on": ["x"]}, "retry_on takes exception types"),
+        ({"fatal_on": (1,)}, "fatal_on takes exception types"),
+        ({"unavailable_on": "x"}, "unavailable_on takes exception types"),
+        ({"priority": "urgent"}, "priority must be one of"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(app: Holdfast, options: Any, message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        app.task(**options)(work)
+    assert not app.tasks
+
+
+def test_what_cannot_be_a_task(app: Holdfast) -> None:
+    def generate() -> Any:
+        yield 1
+
+    def rest(*numbers: int) -> None: ...
+
+    anything: Any = app.task
+    for function, message in (
+        (generate, "yields"),
+        (rest, "no name on the wire"),
+        (7, "decorates a function"),
+        (functools.partial(work), "decorates a function"),
+        (lambda: None, "a lambda has no name"),
+    ):
+        with pytest.raises(InvalidOption, match=message):
+            anything(function)
+
+
+def test_two_tasks_of_one_name(app: Holdfast) -> None:
+    app.task(work)
+    with pytest.raises(DuplicateTask, match=r"give one of them @app.task\(name=…\)"):
+        app.task(work)
+    app.task(name="other")(work)
+    assert set(app.tasks) == {"work", "other"}
+
+
+async def test_one_key_cannot_serve_many_jobs(app: Holdfast) -> None:
+    with pytest.raises(InvalidOption, match="one idempotency_key cannot serve many jobs"):
+        await app.task(work).options(idempotency_key="k").submit_many([()])
+
+
+def test_settings_come_once(app: Holdfast) -> None:
+    settings = Settings.load(url="sqlite://", concurrency=7)
+    assert Holdfast(settings=settings).settings is settings
+    assert Holdfast("sqlite://", concurrency=7).settings.concurrency == 7
+    with pytest.raises(InvalidOption, match="not both"):
+        Holdfast("sqlite://", settings=settings)
+    with pytest.raises(InvalidOption, match="url"):
+        Holdfast("mongodb://")
+
+
+async def test_settings_change_only_before_the_app_is_open(app: Holdfast) -> None:
+    app.configure(concurrency=3)
+    assert (app.settings.concurrency, app.settings.url) == (3, "sqlite://")
+    async with app:
+        with pytest.raises(InvalidOption, match="this app is open"):
+            app.configure(concurrency=4)
+    app.configure(concurrency=5)
+    assert app.settings.concurrency == 5
+
+
+def test_an_engine_can_be_had_without_a_loop(app: Holdfast) -> None:
+    assert app.engine is app.engine

@@ -1,0 +1,113 @@
+"""Errors: one tree, stable codes, ids as attributes, messages that say what to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from holdfast import errors
+from holdfast.errors import (
+    DuplicateTask,
+    EngineUnavailable,
+    Fatal,
+    HoldfastError,
+    IntakeRefused,
+    InvalidPayload,
+    JobCancelled,
+    JobFailed,
+    PayloadTooLarge,
+    StaleLease,
+    TransitionInvalid,
+    Unavailable,
+    UnknownJob,
+    UnknownTask,
+    UsageError,
+    WaitTimeout,
+)
+
+
+def tree(of: type[HoldfastError]) -> Iterator[type[HoldfastError]]:
+    yield of
+    for child in of.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from tree(child)
+
+
+ALL = list(tree(HoldfastError))
+
+EXAMPLES: list[HoldfastError] = [
+    UnknownTask("send", ("mail", "sms")),
+    UnknownTask("send"),
+    DuplicateTask("send"),
+    PayloadTooLarge("the arguments", 2_000_000, 1_048_576),
+    UnknownJob("j1"),
+    TransitionInvalid("j1", "succeeded", "running"),
+    TransitionInvalid("j1", None, "running"),
+    StaleLease("j1"),
+    JobFailed("j1", "failed", "TASK_ERROR", "boom"),
+    JobCancelled("j1", "cancelled", None, None),
+    WaitTimeout("j1", "running", timedelta(seconds=1.5)),
+    IntakeRefused("default", "an operator paused it"),
+    EngineUnavailable("Redis does not answer"),
+    Fatal("never"),
+]
+
+
+def test_every_error_has_a_code_of_its_own() -> None:
+    counted = Counter(kind.code for kind in ALL)
+    assert [code for code, count in counted.items() if count > 1] == []
+    assert all(code == code.upper() for code in counted)
+
+
+def test_the_codes_are_these_and_stay_these() -> None:
+    assert {kind.__name__: kind.code for kind in ALL} == {
+        "HoldfastError": "HOLDFAST_ERROR",
+        "UsageError": "USAGE_ERROR",
+        "UnknownTask": "UNKNOWN_TASK",
+        "DuplicateTask": "DUPLICATE_TASK",
+        "InvalidPayload": "INVALID_PAYLOAD",
+        "PayloadTooLarge": "PAYLOAD_TOO_LARGE",
+        "InvalidOption": "INVALID_OPTION",
+        "UnknownJob": "UNKNOWN_JOB",
+        "TransitionInvalid": "WF_STATE_TRANSITION_INVALID",
+        "StaleLease": "STALE_LEASE",
+        "JobFailed": "JOB_FAILED",
+        "JobCancelled": "JOB_CANCELLED",
+        "WaitTimeout": "WAIT_TIMEOUT",
+        "IntakeRefused": "INTAKE_REFUSED",
+        "Unavailable": "UNAVAILABLE",
+        "EngineUnavailable": "ENGINE_UNAVAILABLE",
+        "Fatal": "FATAL",
+    }
+
+
+def test_what_can_be_tried_again_and_what_cannot_are_told_apart() -> None:
+    assert issubclass(EngineUnavailable, Unavailable)
+    assert issubclass(InvalidPayload, UsageError)
+    assert not issubclass(Unavailable, UsageError)
+    assert issubclass(JobCancelled, JobFailed)
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_messages_are_sentences_for_people(error: HoldfastError) -> None:
+    text = str(error)
+    assert len(text) > 4
+    assert not text.endswith((":", " "))
+    assert "None" not in text
+
+
+def test_ids_are_attributes() -> None:
+    assert UnknownTask("send").task == "send"
+    assert UnknownJob("j1").job_id == "j1"
+    failed = JobFailed("j1", "failed", "TASK_ERROR", "boom")
+    assert (failed.job_id, failed.state, failed.error_code) == ("j1", "failed", "TASK_ERROR")
+    assert WaitTimeout("j1", "queued", timedelta(seconds=2)).state == "queued"
+    refused = IntakeRefused("default", "paused")
+    assert (refused.queue, refused.why) == ("default", "paused")
+
+
+def test_known_tasks_are_listed_for_the_one_who_mistyped() -> None:
+    assert "mail, sms" in str(UnknownTask("send", ("mail", "sms")))

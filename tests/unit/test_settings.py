@@ -1,0 +1,118 @@
+"""Settings: where they come from, which is stronger, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.errors import InvalidOption
+from holdfast.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def _clean_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No file and no variables but the test's own."""
+    monkeypatch.chdir(tmp_path)
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"HOLDFAST_{name.upper()}", raising=False)
+
+
+def test_defaults() -> None:
+    settings = Settings.load()
+    assert settings.url == "sqlite:///holdfast.db"
+    assert settings.ledger is None
+    names = (settings.stream_task, settings.stream_result, settings.stream_dlq, settings.group)
+    assert names == ("stream:task", "stream:result", "stream:dlq", "cg:workers")
+    assert (settings.queue_retry, settings.queue_suspended, settings.namespace) == (
+        "queue:retry",
+        "queue:suspended",
+        "",
+    )
+    assert (settings.visibility_timeout_s, settings.heartbeat_interval_s, settings.max_deliveries) == (30, 10, 5)
+    assert (settings.reclaim, settings.reclaim_interval_s) == (True, 1)
+    assert settings.payload_limit == 1024 * 1024
+
+
+def test_arguments_beat_variables_and_variables_beat_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "holdfast.toml").write_text('group = "file"\nstream_task = "file"\nstream_dlq = "file"\n')
+    monkeypatch.setenv("HOLDFAST_GROUP", "variable")
+    monkeypatch.setenv("HOLDFAST_STREAM_TASK", "variable")
+    settings = Settings.load(group="argument")
+    assert (settings.group, settings.stream_task, settings.stream_dlq) == ("argument", "variable", "file")
+
+
+def test_an_argument_of_none_leaves_the_setting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_URL", "redis://localhost:1/0")
+    assert Settings.load(url=None).url == "redis://localhost:1/0"
+
+
+def test_a_retry_mode_can_be_set_per_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_RETRY_VIA", '{"ingest": "pending"}')
+    assert Settings.load().retry_via == {"ingest": RetryVia.PENDING}
+
+
+def test_the_long_lease_of_the_sources_is_legal() -> None:
+    settings = Settings.load(visibility_timeout_s=300, heartbeat_interval_s=30)
+    assert settings.engine_options().visibility_timeout_ms == 300_000
+
+
+def test_zero_is_legal_where_a_reproduction_needs_it() -> None:
+    settings = Settings.load(reclaim_interval_s=0, reclaim_idle_s=0, drain_grace_s=0)
+    assert settings.engine_options().pending_idle_ms == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h:1/0", "rediss://h", "redis+sentinel://h/m", "redis+cluster://h", "sqlite:///x"]
+)
+def test_known_schemes_pass(url: str) -> None:
+    assert Settings.load(url=url).url == url
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"url": "mysql://h"}, "url"),
+        ({"url": "holdfast.db"}, "url"),
+        ({"visibility_timeout_s": 0}, "visibility_timeout_s"),
+        ({"heartbeat_interval_s": 20}, "heartbeat_interval_s"),
+        ({"max_deliveries": 0}, "max_deliveries"),
+        ({"reclaim_batch": 501}, "reclaim_batch"),
+        ({"namespace": "a b"}, "namespace"),
+        ({"namespace": "{x}"}, "namespace"),
+        ({"stream_task": ""}, "stream_task"),
+        ({"retry_via": {"q": "sometimes"}}, "retry_via"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"no_such_setting": 1}, "no_such_setting"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_named(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidOption, match=named):
+        Settings.load(**wrong)
+
+
+def test_an_unknown_key_in_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "holdfast.toml").write_text("visibility_timeout = 3\n")
+    with pytest.raises(InvalidOption, match="visibility_timeout"):
+        Settings.load()
+
+
+def test_an_empty_dead_letter_stream_turns_it_off() -> None:
+    assert Settings.load(stream_dlq="").stream_dlq == ""
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Settings.load().group = "other"  # type: ignore[misc]
+
+
+def test_the_engine_gets_whole_milliseconds_and_the_same_defaults() -> None:
+    assert Settings.load().engine_options() == EngineOptions()
+    options = Settings.load(
+        visibility_timeout_s=1.5, heartbeat_interval_s=0.5, ledger="sqlite:///l.db"
+    ).engine_options()
+    assert (options.visibility_timeout_ms, options.ledger) == (1_500, True)

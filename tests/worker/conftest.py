@@ -1,0 +1,54 @@
+"""An app on an SQLite file of its own, with a clock that is moved by hand, or with faults."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from holdfast import Holdfast
+from holdfast.clock import Clock
+from holdfast.engine import factory
+from holdfast.engine.port import Engine
+from holdfast.settings import Settings
+from holdfast.testing.clock import ManualClock
+from tests.worker.support import Faults, FaultyEngine
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'holdfast.db'}"
+
+
+@pytest.fixture
+async def app(url: str, clock: ManualClock) -> AsyncIterator[Holdfast]:
+    """Leases last 30 s by the manual clock; heartbeats come every 50 ms of real time."""
+    made = Holdfast(url, clock=clock, heartbeat_interval_s=0.05, reclaim_interval_s=0.05)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def both(engine_url: str, namespace: str) -> AsyncIterator[Holdfast]:
+    """An app on real time, once on each engine."""
+    made = Holdfast(engine_url, namespace=namespace, heartbeat_interval_s=0.1, reclaim_interval_s=0.1)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Engines that apps build from now on fail as the test says."""
+    faults, build = Faults(), factory.build_engine
+
+    def build_faulty(settings: Settings, clock: Clock) -> Engine:
+        return FaultyEngine(build(settings, clock), faults)
+
+    monkeypatch.setattr(factory, "build_engine", build_faulty)
+    return faults

@@ -1,0 +1,55 @@
+"""Tasks that run in child processes: a child imports this module again, so they are at its top level."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from holdfast import Context, Fatal, Holdfast, Retry
+
+app = Holdfast("sqlite://")
+
+NO_RETRY = Retry(max_retries=0)
+AT_ONCE = Retry(max_retries=1, base=0, jitter=None)
+
+
+@app.task(process=True)
+def pid(ctx: Context, word: str) -> tuple[int, str, str]:
+    return os.getpid(), word, ctx.job_id
+
+
+@app.task(process=True)
+async def nap(seconds: float) -> int:
+    await asyncio.sleep(seconds)
+    return os.getpid()
+
+
+@app.task(process=True, timeout=0.5, retry=NO_RETRY)
+def hang(note: str) -> None:
+    with open(note, "w") as file:
+        file.write(str(os.getpid()))
+    while True:
+        time.sleep(0.05)
+
+
+@app.task(process=True, retry=NO_RETRY)
+def wait_for_end(note: str) -> None:
+    with open(note, "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(60)
+
+
+@app.task(process=True, retry=AT_ONCE)
+def die(code: int) -> None:
+    os._exit(code)
+
+
+@app.task(process=True)
+def refuse() -> None:
+    raise Fatal("not like this")
+
+
+@app.task(process=True)
+def big(size: int) -> str:
+    return "x" * size

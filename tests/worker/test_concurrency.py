@@ -1,0 +1,140 @@
+"""How many at a time: the worker's own number, an operator's, and what is fetched ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from holdfast import Holdfast, State
+from holdfast.engine.port import Control
+from holdfast.errors import InvalidOption
+from holdfast.worker.fetcher import Rate
+from tests.worker.support import eventually, working
+
+
+class Gauge:
+    """Counts how many are inside at the same time."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.most = 0
+        self.go = asyncio.Event()
+
+    async def __aenter__(self) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.inside -= 1
+
+
+async def test_no_more_than_concurrency_run_at_a_time(both: Holdfast) -> None:
+    gauge = Gauge()
+
+    @both.task
+    async def work() -> None:
+        async with gauge:
+            await asyncio.sleep(0.001)
+
+    jobs = await work.submit_many([()] * 100)
+    async with working(both, concurrency=7):
+        for job in jobs:
+            await job.result(10)
+    assert gauge.most == 7
+
+
+async def test_concurrency_changes_while_it_runs(app: Holdfast) -> None:
+    gauge = Gauge()
+
+    @app.task
+    async def hold() -> None:
+        async with gauge:
+            await gauge.go.wait()
+
+    await hold.submit_many([()] * 20)
+    async with working(app, concurrency=2) as worker:
+        await eventually(lambda: gauge.inside == 2)
+        worker.set_concurrency(5)
+        await eventually(lambda: gauge.inside == 5)
+        await app.engine.set_control("default", Control(concurrency=8))
+        await eventually(lambda: gauge.inside == 8, "the operator's setting")
+        assert worker.concurrency == 8
+        worker.set_concurrency(1)
+        assert worker.concurrency == 8
+        await app.engine.set_control("default", Control())
+        await eventually(lambda: worker.concurrency == 1)
+        with pytest.raises(InvalidOption):
+            worker.set_concurrency(0)
+        gauge.go.set()
+        await eventually(lambda: worker.finished == 20)
+    assert gauge.most == 8
+
+
+async def test_controls_that_were_set_before_apply_from_the_start(app: Holdfast) -> None:
+    await app.open()
+    await app.engine.set_control("default", Control(concurrency=3))
+    async with working(app) as worker:
+        await eventually(lambda: worker.concurrency == 3)
+
+
+async def test_a_paused_queue_gives_nothing(both: Holdfast) -> None:
+    @both.task
+    async def work() -> str:
+        return "done"
+
+    await both.open()
+    await both.engine.set_control("default", Control(paused=True))
+    job = await work.submit()
+    async with working(both) as worker:
+        await eventually(lambda: worker.ready)
+        assert await job.state() is State.QUEUED
+        await both.engine.set_control("default", Control())
+        assert await job.result(10) == "done"
+
+
+async def test_what_was_fetched_ahead_does_not_wait_behind_slow_jobs(app: Holdfast) -> None:
+    """Jobs in a worker's line that nothing starts are given back, so that another worker may take them."""
+    go = asyncio.Event()
+
+    @app.task
+    async def hold() -> None:
+        await go.wait()
+
+    async with working(app, concurrency=1) as worker:
+        await hold.submit()
+        await eventually(lambda: worker.running == 1)
+        waiting = await hold.submit()
+        claims = await app.engine.claim(worker.incarnation, ["default"], 10, 1_000)
+        worker._runner.accept(claims)  # type: ignore[union-attr]
+        assert await waiting.state() is State.RUNNING
+        await eventually(lambda: worker.in_hand == 1, "the waiting job to be given back")
+        assert await waiting.state() is State.QUEUED
+        go.set()
+        await waiting.result(10)
+
+
+def test_only_quick_jobs_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    rate, done = Rate(), 0
+    assert rate.ahead(done) == 0
+    for _ in range(30):  # 20 a second
+        now += 0.05
+        done += 1
+        assert rate.ahead(done) == 0
+    for _ in range(30):  # 30,000 a second
+        now += 0.005
+        done += 150
+    assert 290 <= rate.ahead(done) <= 300
+    for _ in range(30):  # more than a batch in 10 ms
+        now += 0.005
+        done += 1_000
+    assert rate.ahead(done) == 500
+    now += 5
+    assert rate.ahead(done) == 0
+    now += 0.005
+    assert rate.ahead(done + 150) > 0
+    rate.forget()
+    assert rate.ahead(done + 150) == 0

@@ -1,0 +1,181 @@
+"""From SIGTERM to the end: finish, give back, settle, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from holdfast import Context, Holdfast, State, Worker
+from holdfast.worker.worker import Ended
+from tests.worker.support import Faults, eventually, working
+
+
+async def start(app: Holdfast, **options: Any) -> tuple[Worker, asyncio.Task[Ended]]:
+    worker = Worker(app, **options)
+    running = asyncio.create_task(worker.run())
+    await eventually(lambda: worker.ready)
+    return worker, running
+
+
+async def test_what_runs_is_finished_what_waits_is_given_back(app: Holdfast) -> None:
+    go = asyncio.Event()
+
+    @app.task
+    async def wait(number: int) -> int:
+        await go.wait()
+        return number
+
+    worker, running = await start(app, concurrency=2)
+    jobs = await wait.submit_many((number,) for number in range(4))
+    await eventually(lambda: worker.running == 2)
+    ahead = await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
+    worker._runner.accept(ahead)  # type: ignore[union-attr]
+    assert worker.ready
+    worker.drain()
+    assert not worker.ready
+    await eventually(lambda: worker.in_hand == 2, "the waiting job to be given back")
+    assert not running.done()
+    go.set()
+    assert await running is Ended.DRAINED
+    assert [await job.result(10) for job in jobs[:2]] == [0, 1]
+    views = [await job.view() for job in jobs[2:]]
+    assert [view.state for view in views] == [State.QUEUED, State.QUEUED]
+    assert [view.meta.retry_count for view in views] == [0, 0]
+    assert all(not view.meta.history for view in views)
+    assert (await app.engine.stats("default")).workers == 0
+
+
+async def test_a_second_drain_hurries_and_uses_up_no_retry(app: Holdfast) -> None:
+    cleaned: list[str] = []
+    release = threading.Event()
+
+    @app.task
+    async def long(ctx: Context) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(ctx.job_id)
+
+    @app.task
+    def long_in_thread() -> None:
+        release.wait(20)
+
+    worker, running = await start(app)
+    jobs = [await long.submit(), await long_in_thread.submit()]
+    await eventually(lambda: worker.running == 2)
+    worker.drain()
+    worker.drain()
+    async with asyncio.timeout(10):
+        assert await running is Ended.DRAINED
+    for job in jobs:
+        view = await job.view()
+        assert (view.state, view.meta.retry_count) == (State.QUEUED, 0)
+    assert cleaned == [jobs[0].id]
+    release.set()
+
+
+async def test_the_grace_time_ends(url: str) -> None:
+    app = Holdfast(url, drain_grace_s=0.05)
+
+    @app.task
+    async def stubborn() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                continue
+
+    async with app:
+        worker, running = await start(app, cancel_grace_s=0.05)
+        job = await stubborn.submit()
+        await eventually(lambda: worker.running == 1)
+        worker.drain()
+        async with asyncio.timeout(10):
+            await running
+        assert await job.state() is State.QUEUED
+
+
+async def test_cancelling_run_drains_in_a_hurry(app: Holdfast) -> None:
+    @app.task
+    async def long() -> None:
+        await asyncio.sleep(60)
+
+    worker, running = await start(app)
+    job = await long.submit()
+    await eventually(lambda: worker.running == 1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await job.state() is State.QUEUED
+    assert worker.in_hand == 0
+
+
+async def test_a_worker_drained_before_it_started_ends_at_once(app: Holdfast, faults: Faults) -> None:
+    worker = Worker(app)
+    worker.drain()
+    assert await worker.run() is Ended.DRAINED
+
+    unreachable = Holdfast(app.settings.url)
+    faults.down.add("open")
+    worker = Worker(unreachable)
+    running = asyncio.create_task(worker.run())
+    await eventually(lambda: faults.count("open") >= 2, "a second try")
+    assert not worker.ready
+    worker.drain()
+    assert await running is Ended.DRAINED
+
+
+async def test_a_claim_whose_reply_was_cut_off_is_given_back(url: str, faults: Faults) -> None:
+    """The drain cancels the waiting claim; what that had already leased must not wait for its lease to run out."""
+    app = Holdfast(url)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app:
+        worker, running = await start(app)
+        faults.down |= {"claim", "resume"}
+        await eventually(lambda: not worker.ready, "the claim to fail")
+        job = await work.submit()
+        inner: Any = app.engine
+        (claim,) = await inner._engine.claim(worker.incarnation, ["default"], 1, 0)
+        worker.drain()
+        faults.down.clear()
+        await running
+        assert claim.job_id == job.id
+        assert await job.state() is State.QUEUED
+
+
+async def test_a_worker_ends_itself_after_its_number_of_jobs(app: Holdfast) -> None:
+    ran: list[int] = []
+
+    @app.task
+    async def work(number: int) -> None:
+        ran.append(number)
+
+    jobs = await work.submit_many((number,) for number in range(10))
+    async with asyncio.timeout(20):
+        assert await Worker(app, max_jobs=3).run() is Ended.MAX_JOBS
+    assert len(ran) == 3
+    states = [await job.state() for job in jobs]
+    assert (states.count(State.SUCCEEDED), states.count(State.QUEUED)) == (3, 7)
+
+
+async def test_a_worker_ends_itself_when_it_has_grown(app: Holdfast) -> None:
+    async with asyncio.timeout(20):
+        assert await Worker(app, max_rss=1).run() is Ended.MAX_RSS
+
+
+async def test_drained_workers_leave_nothing_running(app: Holdfast) -> None:
+    @app.task
+    async def work() -> None: ...
+
+    before = {thread.name for thread in threading.enumerate()}
+    async with working(app):
+        await (await work.submit()).result(10)
+    left = {thread.name for thread in threading.enumerate()} - before
+    assert not [name for name in left if name.startswith("holdfast-renewer")]
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []

@@ -1,0 +1,181 @@
+"""Leases in a worker's hands: kept while its process lives, given up when they are lost or taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+from holdfast import Context, Holdfast, State
+from holdfast.core.verdict import Succeed
+from holdfast.testing.clock import ManualClock
+from tests.worker.support import Faults, eventually, working
+
+
+async def test_a_blocked_event_loop_keeps_its_lease(engine_url: str, namespace: str) -> None:
+    """The loop stands still for three times the lease, and a second worker waits for its chance."""
+    app = Holdfast(
+        engine_url, namespace=namespace, visibility_timeout_s=0.5, heartbeat_interval_s=0.1, reclaim_interval_s=0.05
+    )
+    rival = Holdfast(engine_url, settings=None, namespace=namespace, visibility_timeout_s=0.5, heartbeat_interval_s=0.1)
+    stolen: list[Any] = []
+    stop = threading.Event()
+
+    async def steal() -> None:
+        async with rival:
+            while not stop.is_set():
+                stolen.extend(await rival.engine.reclaim("rival", ["default"], 10))
+                await asyncio.sleep(0.05)
+
+    @app.task
+    async def block() -> str:
+        time.sleep(1.5)  # noqa: ASYNC251 - that is the point
+        return "mine"
+
+    thief = threading.Thread(target=lambda: asyncio.run(steal()))
+    async with app, working(app):
+        job = await block.submit()
+        thief.start()
+        try:
+            assert await job.result(10) == "mine"
+        finally:
+            stop.set()
+            await asyncio.to_thread(thief.join)
+    assert stolen == []
+    assert (await _view(app, job)).attempt == 1
+
+
+async def _view(app: Holdfast, job: Any) -> Any:
+    async with app:
+        return await job.view()
+
+
+async def test_a_lost_lease_stops_the_run_and_its_result_counts_for_nothing(
+    url: str, clock: ManualClock, faults: Faults
+) -> None:
+    app = Holdfast(url, clock=clock, heartbeat_interval_s=0.05, reclaim=False)
+    stopped: list[bool] = []
+
+    @app.task
+    async def long(ctx: Context) -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            stopped.append(ctx.cancelled)
+            return "too late"
+        return "never"
+
+    async with app, working(app) as worker:
+        faults.down.add("renew")
+        job = await long.submit()
+        await eventually(lambda: worker.running == 1)
+        clock.advance(31)
+        (claim,) = await app.engine.reclaim("other", ["default"], 10)
+        faults.down.clear()
+        await eventually(lambda: worker.running == 0, "the run to be stopped")
+        assert stopped == [True]
+        assert worker.counts.leases_lost == 1
+        assert worker.in_hand == 0
+        view = await job.view()
+        assert (view.state, view.worker, view.attempt) == (State.RUNNING, "other", 2)
+        await app.engine.settle([_settlement(claim, b'"other"')])
+        assert await job.result(10) == "other"
+
+
+def _settlement(claim: Any, result: bytes) -> Any:
+    from holdfast.core.verdict import Settlement
+
+    return Settlement(claim, Succeed(result), claim.claimed_at_ms)
+
+
+async def test_a_verdict_after_the_lease_is_refused_and_counted(url: str, clock: ManualClock, faults: Faults) -> None:
+    """As after a pause of the whole process: nobody has told this worker that its lease is gone."""
+    app = Holdfast(url, clock=clock, heartbeat_interval_s=0.05, reclaim=False)
+    go = asyncio.Event()
+
+    @app.task
+    async def wait() -> str:
+        await go.wait()
+        return "late"
+
+    async with app, working(app) as worker:
+        faults.down.add("renew")
+        job = await wait.submit()
+        await eventually(lambda: worker.running == 1)
+        clock.advance(31)
+        (claim,) = await app.engine.reclaim("other", ["default"], 10)
+        go.set()
+        await eventually(lambda: worker.in_hand == 0)
+        assert worker.counts.stale_settles == 1
+        assert await job.state() is State.RUNNING
+        await app.engine.settle([_settlement(claim, b'"other"')])
+        assert await job.result(10) == "other"
+
+
+async def test_cancelling_a_running_job_stops_it(both: Holdfast) -> None:
+    ends: list[str] = []
+
+    @both.task
+    async def long(ctx: Context) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ends.append("async")
+
+    @both.task
+    def long_in_thread(ctx: Context) -> None:
+        deadline = time.monotonic() + 20
+        while not ctx.cancelled and time.monotonic() < deadline:
+            time.sleep(0.005)
+        ends.append("thread" if ctx.cancelled else "not told")
+
+    async with working(both) as worker:
+        jobs = [await long.submit(), await long_in_thread.submit()]
+        await eventually(lambda: worker.running == 2)
+        for job in jobs:
+            await job.cancel("no longer needed", actor="ada")
+        await eventually(lambda: worker.running == 0, "both runs to end")
+        assert sorted(ends) == ["async", "thread"]
+        assert [await job.state() for job in jobs] == [State.CANCELLED, State.CANCELLED]
+
+
+async def test_a_job_can_be_cancelled_before_its_first_step(app: Holdfast, clock: ManualClock) -> None:
+    """Claimed ahead, waiting for a slot: the run never starts."""
+    ran: list[str] = []
+    go = asyncio.Event()
+
+    @app.task
+    async def step(name: str) -> None:
+        ran.append(name)
+        await go.wait()
+
+    async with working(app, concurrency=1) as worker:
+        first = await step.submit("first")
+        await eventually(lambda: worker.running == 1)
+        (claim,) = await _claim_for(app, worker, step)
+        worker._runner.accept([claim])  # type: ignore[union-attr]
+        await app.job(claim.job_id).cancel()
+        await eventually(lambda: worker.in_hand == 1, "the waiting job to be dropped")
+        go.set()
+        await first.result(10)
+    assert ran == ["first"]
+
+
+async def _claim_for(app: Holdfast, worker: Any, task: Any) -> Any:
+    await task.submit("second")
+    return await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
+
+
+async def test_a_lost_lease_is_taken_over_and_run_again(app: Holdfast, clock: ManualClock) -> None:
+    @app.task
+    async def work(ctx: Context) -> int:
+        return ctx.attempt
+
+    async with app:
+        job = await work.submit()
+        await app.engine.claim("dead", ["default"], 1, 0)
+        clock.advance(31)
+        async with working(app) as worker:
+            assert await job.result(10) == 2
+            assert worker.counts.reclaimed == 1

@@ -1,0 +1,94 @@
+"""Worker processes side by side: kept running, signalled, and only they."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import InvalidOption
+from holdfast.worker.supervisor import Supervisor
+from tests.worker.support import PATIENCE_S, eventually
+
+#: Writes its pid, and ends at the first (or second) SIGTERM.
+PROGRAM = """
+import os, pathlib, signal, sys, time
+folder, signals = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+seen = []
+signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+(folder / str(os.getpid())).touch()
+while len(seen) < signals:
+    time.sleep(0.01)
+"""
+
+
+def command(folder: Path, signals: int = 1) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, str(folder), str(signals)]
+
+
+def written(folder: Path) -> set[int]:
+    return {int(path.name) for path in folder.iterdir()}
+
+
+async def test_processes_are_kept_and_stopped(tmp_path: Path) -> None:
+    supervisor = Supervisor(command(tmp_path), 2, drain_grace_s=30)
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: len(written(tmp_path)) == 2)
+    assert set(supervisor.pids) == written(tmp_path)
+    victim = supervisor.pids[0]
+    os.kill(victim, signal.SIGKILL)
+    await eventually(lambda: len(written(tmp_path)) == 3, "the killed one to be replaced")
+    os.kill(next(pid for pid in supervisor.pids if pid != victim), signal.SIGTERM)
+    await eventually(lambda: len(written(tmp_path)) == 4, "one that ended well to be replaced")
+    assert supervisor.restarts == 2
+    supervisor.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        await running
+    assert supervisor.pids == []
+
+
+async def test_a_second_stop_hurries(tmp_path: Path) -> None:
+    supervisor = Supervisor(command(tmp_path, signals=2), 1, drain_grace_s=30)
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: written(tmp_path))
+    supervisor.stop()
+    await asyncio.sleep(0)
+    assert not running.done()
+    # Two signals of one kind that arrive together count as one: wait for the first to be taken.
+    await eventually(lambda: _taken(supervisor.pids[0]))
+    supervisor.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        await running
+
+
+def _taken(pid: int) -> bool:
+    pending = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd"))
+    return int(pending.split()[1], 16) == 0
+
+
+async def test_processes_that_do_not_end_are_killed(tmp_path: Path) -> None:
+    supervisor = Supervisor(command(tmp_path, signals=99), 1, drain_grace_s=-14.9)
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: written(tmp_path))
+    supervisor.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        await running
+
+
+async def test_a_cancelled_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
+    supervisor = Supervisor(command(tmp_path, signals=99), 1, drain_grace_s=30)
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: written(tmp_path))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert supervisor.pids == []
+
+
+def test_at_least_one_process() -> None:
+    with pytest.raises(InvalidOption):
+        Supervisor(["true"], 0, drain_grace_s=1)

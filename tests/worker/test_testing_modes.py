@@ -1,0 +1,150 @@
+"""Inline and drain modes: an app's jobs inside a test."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from holdfast import Context, Fatal, Holdfast, Retry, State, Unavailable
+from holdfast.engine.port import Control
+from holdfast.errors import InvalidPayload, JobCancelled, JobFailed, TransitionInvalid, UnknownJob, WaitTimeout
+from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import drain, inline
+
+
+@pytest.fixture
+def nowhere() -> Holdfast:
+    """An app whose store does not exist: inline mode needs none."""
+    return Holdfast("redis://127.0.0.1:1")
+
+
+async def test_inline_runs_a_job_where_it_is_submitted(nowhere: Holdfast) -> None:
+    seen: list[Any] = []
+
+    @nowhere.task(retry=Retry(max_retries=2, base=3600), queue="mail")
+    async def flaky(ctx: Context, word: str) -> str:
+        seen.append((ctx.attempt, ctx.retry_count, ctx.context, word))
+        if len(seen) < 3:
+            raise Unavailable("down") if len(seen) == 1 else ValueError("again")
+        return word.upper()
+
+    @nowhere.task
+    def plain(number: int) -> int:
+        return number + 1
+
+    with inline(nowhere):
+        job = await flaky.options(context={"user": "ada"}, delay=60).submit("hey")
+        assert seen == [(1, 0, {"user": "ada"}, "hey"), (2, 0, {"user": "ada"}, "hey"), (3, 1, {"user": "ada"}, "hey")]
+        assert await job.result() == "HEY"
+        view = await job.view()
+        assert (view.state, view.attempt, view.meta.retry_count) == (State.SUCCEEDED, 3, 1)
+        assert [attempt.outcome for attempt in await job.history()] == ["retrying", "retrying", "succeeded"]
+        assert [await job.result() for job in await plain.submit_many([(1,), (2,)])] == [2, 3]
+        assert await asyncio.to_thread(lambda: plain.submit_sync(3).result_sync()) == 4
+    await nowhere.close()
+
+
+async def test_inline_ends_jobs_as_a_worker_would(nowhere: Holdfast) -> None:
+    @nowhere.task
+    async def fatal() -> None:
+        raise Fatal("never")
+
+    @nowhere.task(on_exhausted="suspend", retry=Retry(max_retries=0))
+    async def park() -> None:
+        raise ValueError
+
+    @nowhere.task
+    async def give_up(ctx: Context) -> None:
+        await nowhere.job(ctx.job_id).cancel("by itself")
+
+    with inline(nowhere):
+        failed = await fatal.submit()
+        with pytest.raises(JobFailed, match="TASK_FATAL: never"):
+            await failed.result()
+        with pytest.raises(TransitionInvalid):
+            await failed.cancel()
+        parked = await park.submit()
+        with pytest.raises(WaitTimeout, match="still suspended"):
+            await parked.result()
+        await parked.cancel("enough")
+        with pytest.raises(JobCancelled):
+            await parked.result()
+        assert await (await give_up.submit()).state() is State.CANCELLED
+        held = await fatal.options(hold=True).submit()
+        assert await held.state() is State.WAITING_APPROVAL
+        with pytest.raises(UnknownJob):
+            await nowhere.job("nobody").cancel()
+        with pytest.raises(UnknownJob):
+            await nowhere.job("nobody").result()
+        anything: Any = fatal
+        with pytest.raises(InvalidPayload):
+            await anything.submit(1)
+
+
+async def test_inline_knows_keys_and_unknown_tasks(nowhere: Holdfast) -> None:
+    ran: list[int] = []
+    sender = Holdfast("redis://127.0.0.1:1")
+
+    @nowhere.task
+    async def once() -> None:
+        ran.append(1)
+
+    with inline(nowhere), inline(sender):
+        first = await once.options(idempotency_key="k").submit()
+        again = await once.options(idempotency_key="k").submit()
+        assert (again.id, again.duplicate, ran) == (first.id, True, [1])
+        unknown = await sender.submit_raw("nobody", b"{}")
+        with pytest.raises(JobFailed, match="UNKNOWN_TASK"):
+            await unknown.result()
+
+
+async def test_drain_runs_what_is_due(clock: ManualClock) -> None:
+    app = Holdfast("sqlite://", clock=clock)
+    runs: list[str] = []
+
+    @app.task(retry=Retry(delays=[60], jitter=None))
+    async def flaky() -> str:
+        runs.append("flaky")
+        if len(runs) < 3:
+            raise ValueError
+        return "done"
+
+    @app.task(queue="other")
+    async def follow_up() -> None:
+        runs.append("follow_up")
+        await flaky.submit()
+
+    async with app:
+        assert await drain(app) == 0
+        later = await flaky.options(delay=30).submit()
+        await follow_up.submit()
+        assert await drain(app) == 2
+        assert runs == ["follow_up", "flaky"]
+        clock.advance(30)
+        assert await drain(app) == 1
+        assert await later.state() is State.SUCCEEDED
+        clock.advance(30)
+        assert await drain(app, ["other"]) == 0
+        assert await drain(app) == 1
+        assert runs == ["follow_up", "flaky", "flaky", "flaky"]
+        await app.engine.set_control("default", Control(paused=True))
+        await flaky.submit()
+        assert await drain(app) == 0
+
+
+async def test_drain_takes_over_what_a_lost_worker_left(clock: ManualClock) -> None:
+    app = Holdfast("sqlite://", clock=clock)
+
+    @app.task
+    async def work(ctx: Context) -> int:
+        return ctx.attempt
+
+    async with app:
+        job = await work.submit()
+        await app.engine.claim("dead", ["default"], 1, 0)
+        assert await drain(app) == 0
+        clock.advance(31)
+        assert await drain(app) == 1
+        assert await job.result(0) == 2

@@ -1,0 +1,94 @@
+"""Upkeep in a process without a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from holdfast import Holdfast, State
+from holdfast.testing.clock import ManualClock
+from holdfast.upkeep.upkeep import Upkeep
+from tests.worker.support import PATIENCE_S, Faults, eventually
+
+
+@asynccontextmanager
+async def keeping(app: Holdfast, *queues: str) -> AsyncIterator[Upkeep]:
+    upkeep = Upkeep(app.engine, queues, app.settings)
+    running = asyncio.create_task(upkeep.run())
+    try:
+        yield upkeep
+    finally:
+        upkeep.stop()
+        upkeep.stop()
+        async with asyncio.timeout(PATIENCE_S):
+            await running
+
+
+@pytest.mark.parametrize("queues", [(), ("default",)], ids=["all queues", "named"])
+async def test_jobs_of_a_lost_worker_are_given_back(app: Holdfast, clock: ManualClock, queues: tuple[str, ...]) -> None:
+    @app.task
+    async def work() -> None: ...
+
+    await app.open()
+    job = await work.submit()
+    await app.engine.claim("dead", ["default"], 1, 0)
+    clock.advance(31)
+    async with keeping(app, *queues):
+        await eventually(lambda: _state(app, job.id, State.QUEUED), "the job to be given back")
+    view = await job.view()
+    assert (view.meta.retry_count, view.meta.lost_leases) == (0, 1)
+    (claim,) = await app.engine.claim("next", ["default"], 1, 0)
+    assert claim.attempt >= 2
+    # The dead one, until it is pruned, and the next one; upkeep itself has left.
+    assert (await app.engine.stats("default")).workers == 2
+
+
+async def _state(app: Holdfast, job_id: str, state: State) -> bool:
+    return (await app.job(job_id).state()) is state
+
+
+async def test_due_jobs_are_put_in_line(both: Holdfast) -> None:
+    @both.task
+    async def work() -> None: ...
+
+    await both.open()
+    async with keeping(both):
+        job = await work.options(delay=0.2).submit()
+        await eventually(lambda: _delayed(both, 0), "the job to be promoted")
+        (claim,) = await both.engine.claim("w", ["default"], 1, 2_000)
+        assert claim.job_id == job.id
+
+
+async def _delayed(app: Holdfast, number: int) -> bool:
+    return (await app.engine.stats("default")).delayed == number
+
+
+async def test_an_outage_does_not_end_it(url: str, clock: ManualClock, faults: Faults) -> None:
+    app = Holdfast(url, clock=clock, reclaim_interval_s=0)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app:
+        job = await work.submit()
+        await app.engine.claim("dead", ["default"], 1, 0)
+        async with keeping(app, "default"):
+            faults.down.add("everything")
+            await eventually(lambda: faults.count("reclaim") > 3)
+            clock.advance(31)
+            faults.down = {"settle"}
+            before = faults.count("settle")
+            await eventually(lambda: faults.count("settle") > before, "a job that cannot be given back")
+            faults.down.clear()
+            await eventually(lambda: _state(app, job.id, State.QUEUED), "the job to be given back")
+            faults.down.add("leave")
+
+
+async def test_reclaiming_can_be_switched_off(url: str, clock: ManualClock, faults: Faults) -> None:
+    app = Holdfast(url, clock=clock, reclaim=False)
+    async with app, keeping(app, "default"):
+        await eventually(lambda: faults.count("promote") and faults.count("prune"))
+    assert faults.count("reclaim") == 0
