@@ -41,7 +41,7 @@ class Intake:
         options = store.options
         names = [*keys.streams, keys.feed, keys.delayed, keys.held, keys.control, keys.notices]
         names += [keys.job(envelope.job_id) for envelope in envelopes]
-        arguments: list[Any] = [store.nonce(), options.feed_limit, options.feed_max_bytes, len(envelopes)]
+        jobs: list[Any] = []
         key_indexes: dict[bytes, int] = {}
         for envelope in envelopes:
             key_index = 0
@@ -49,19 +49,20 @@ class Intake:
                 name = keys.idempotency(envelope.tenant_id, envelope.idempotency_key)
                 key_index = key_indexes.setdefault(name, len(envelopes) + len(key_indexes) + 1)
             due = _due(envelope)
-            arguments += (
+            jobs += (
                 int(envelope.meta.priority),
                 due,
-                wire.envelope_body(envelope) if due else b"",
+                wire.envelope_body(envelope) if due else "",
                 key_index,
                 envelope.job_id,
                 envelope.task,
-                envelope.payload,
+                envelope.payload.decode(),
                 envelope.tenant_id,
                 envelope.idempotency_key or envelope.job_id,
                 envelope.trace_id,
                 wire.meta_text(envelope.meta),
             )
+        arguments = [store.nonce(), options.feed_limit, options.feed_max_bytes, len(envelopes), wire.pack(jobs)]
         reply = await store.run(Lane.SUBMIT, "submit", queue, [*names, *key_indexes], arguments)
         return self._receipts(queue, envelopes, reply)
 
@@ -81,8 +82,9 @@ class Intake:
 
 
 def _due(envelope: Envelope) -> str:
-    if envelope.hold:
-        return "hold"
+    due = "hold" if envelope.hold else ""
     if envelope.delay_ms:
-        return f"in {envelope.delay_ms}"
-    return f"at {envelope.run_at_ms}" if envelope.run_at_ms else ""
+        due += f" in {envelope.delay_ms}"
+    elif envelope.run_at_ms:
+        due += f" at {envelope.run_at_ms}"
+    return due.strip()

@@ -8,6 +8,7 @@ import msgspec
 
 from holdfast.core.job import Failure, JobView, Meta, new_job_ids
 from holdfast.core.states import FINAL, State
+from holdfast.core.verdict import CANCELLED, GIVEN_UP_BY_OPERATOR
 from holdfast.engine.port import Control
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import Lane
@@ -105,6 +106,7 @@ class Operators:
             view.attempt,
             meta.retry_count,
             wire.failure_text(failure) if failure else reason,
+            _lease_seen(looked[0]),
         ]
         names = [*fixed_keys(keys), keys.wake, keys.job(job_id), key]
         answer: list[bytes] = await store.run(Lane.OTHER, "move", queue, names, arguments)
@@ -124,6 +126,11 @@ class Operators:
         await self._store.run(Lane.OTHER, "control", queue, [keys.control, keys.notices, keys.wake], arguments)
 
 
+def _lease_seen(looked: list[Any]) -> str:
+    """Who held the job at which delivery when we looked; a job that is not in line has no lease."""
+    return f"{looked[2].decode()} {looked[3]}" if len(looked) > 3 else " 0"
+
+
 def _meta(view: JobView, to: State) -> Meta:
     meta = view.meta
     if view.state is State.SUSPENDED and to is State.QUEUED:
@@ -139,7 +146,7 @@ def _failure(view: JobView, to: State, actor: str, reason: str) -> Failure | Non
     if to in (State.DLQ_RECORDED, State.FAILED, State.SUSPENDED) and view.failure:
         return view.failure
     if to in FINAL or to is State.DLQ_PENDING:
-        code = "CANCELLED" if to is State.CANCELLED else "DEAD_LETTERED_BY_OPERATOR"
+        code = CANCELLED if to is State.CANCELLED else GIVEN_UP_BY_OPERATOR
         return Failure(code, f"{reason or 'no reason given'} (by {actor})")
     return view.failure if to is not State.QUEUED else None
 

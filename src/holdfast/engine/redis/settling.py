@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import EMPTY_META, Claim, new_job_ids
+from holdfast.core.job import Claim, new_job_ids
 from holdfast.core.verdict import (
     TARGETS,
     Answer,
@@ -74,7 +74,8 @@ class Settling:
         count = len(settlements)
         records: list[bytes] = []
         expiring: list[bytes] = []
-        per_job: list[Any] = []
+        jobs: list[Any] = []
+        bodies: list[bytes] = []
         ids: tuple[list[str], ...] = tuple([] for _ in keys.streams)
         for settlement in settlements:
             claim = settlement.claim
@@ -88,14 +89,14 @@ class Settling:
                 key_index = count + len(expiring)
                 age_ms = settlement.finished_at_ms - claim.created_at_ms
                 keep_ms = max(1, options.idempotency_window_ms - age_ms)
-            per_job += (line, message_id, lease.deliveries, lease.job_id)
             if type(settlement.verdict) is Succeed:
-                per_job += _success(claim, settlement.verdict.result, settlement.finished_at_ms)
-                per_job.append(wire.pack((0, key_index, keep_ms)) if key_index else b"")
+                target, body, data, retries = _success(claim, settlement.verdict.result, settlement.finished_at_ms)
+                more: Any = (0, key_index, keep_ms) if key_index else 0
             else:
-                *verdict, delay_ms, letter = _other_verdict(settlement)
-                per_job += verdict
-                per_job.append(wire.pack((delay_ms, key_index, keep_ms, letter)))
+                target, body, data, retries, delay_ms, letter = _other_verdict(settlement)
+                more = (delay_ms, key_index, keep_ms, letter)
+            bodies.append(body)
+            jobs += (int(line), message_id, lease.deliveries, lease.job_id, target, data, claim.attempt, retries, more)
         arguments = [
             store.names.group,
             worker,
@@ -111,7 +112,7 @@ class Settling:
         ]
         for of_line in ids:
             arguments += _span(of_line)
-        return [*fixed_keys(keys), *records, *expiring], arguments + per_job
+        return [*fixed_keys(keys), *records, *expiring], [*arguments, wire.pack(jobs), *bodies]
 
     def _count(self, settlements: Sequence[Settlement], answers: Sequence[Answer]) -> None:
         counts = self._store.counts
@@ -154,40 +155,40 @@ def _span(ids: Sequence[str]) -> tuple[str, str]:
 
 
 def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...]:
-    """Target, body, data, attempt, retry count. The hot path: the payload has done its duty, and the last
+    """Target, body, data, retry count. The hot path: the payload has done its duty, and the last
     attempt is told by four fields instead of a history."""
-    meta, attempt = claim.meta, claim.attempt
+    meta, text = claim.meta, result.decode()
     body = wire.Body(
         claim.task,
         "",
         claim.tenant_id,
         claim.idempotency_key,
         claim.trace_id,
-        "" if meta is EMPTY_META else wire.meta_text(meta).decode(),
-        str(attempt),
+        wire.meta_text(meta),
+        str(claim.attempt),
         str(meta.retry_count),
         str(claim.created_at_ms),
         str(int(meta.priority)),
-        result.decode(),
+        "0",
+        text,
         "",
         finished_at_ms,
         claim.lease.worker,
         claim.claimed_at_ms,
         claim.lease.deliveries,
     )
-    return "succeeded", wire.encode_body(body), result, attempt, meta.retry_count
+    return "succeeded", wire.encode_body(body), text, meta.retry_count
 
 
 def _other_verdict(settlement: Settlement) -> tuple[Any, ...]:
-    """Target, body, data, attempt, retry count, delay, fields of a dead letter."""
+    """Target, body, data, retry count, delay, fields of a dead letter."""
     claim, verdict = settlement.claim, settlement.verdict
     meta = advance(claim, verdict, settlement.finished_at_ms)
-    attempts, delay_ms, failure, data, letter = claim.attempt, 0, "", b"", []
+    attempts, delay_ms, failure, data, letter = claim.attempt, 0, "", "", []
     if isinstance(verdict, RetryLater | DeadLetter | Suspend):
-        failure = wire.failure_text(verdict.failure)
-        data = failure.encode()
+        data = failure = wire.failure_text(verdict.failure)
     elif isinstance(verdict, Hold | Release):
-        data = wire.encode_json({"message": verdict.message})
+        data = wire.encode_json({"message": verdict.message}).decode()
     if isinstance(verdict, RetryLater | Release):
         delay_ms = verdict.delay_ms
     if isinstance(verdict, Release) and not verdict.started:
@@ -205,4 +206,4 @@ def _other_verdict(settlement: Settlement) -> tuple[Any, ...]:
     if isinstance(verdict, DeadLetter):
         letter = wire.dead_letter_fields(claim.job_id, body, verdict.failure, meta.dlq_id)
     target = TARGETS[type(verdict)].value
-    return target, wire.encode_body(body), data, claim.attempt, meta.retry_count, delay_ms, letter
+    return target, wire.encode_body(body), data, meta.retry_count, delay_ms, letter

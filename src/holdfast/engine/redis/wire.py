@@ -43,7 +43,7 @@ _decode_any: Final = msgspec.json.Decoder().decode
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A job that no message carries. Lua knows the positions up to `line`, and wants text there; its packer
+    """A job that no message carries. Lua knows the positions up to `run_at`, and wants text there; its packer
     knows no bytes and no gaps."""
 
     task: str
@@ -56,6 +56,8 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
     retries: str
     created_at: str
     line: str
+    #: Not before this instant, when it goes in line; "0" is at once.
+    run_at: str = "0"
     result: str = ""
     failure: str = ""
     finished_at_ms: int = 0
@@ -74,9 +76,9 @@ class Malformed(Exception):
     """A foreign message that cannot become a job; says why."""
 
 
-def meta_text(meta: Meta) -> bytes:
+def meta_text(meta: Meta) -> str:
     """A job's `Meta` as it travels; empty for most jobs."""
-    return b"" if meta is EMPTY_META or meta == EMPTY_META else encode_json(meta)
+    return "" if meta is EMPTY_META or meta == EMPTY_META else encode_json(meta).decode()
 
 
 def meta_from(text: bytes | str) -> Meta:
@@ -84,21 +86,19 @@ def meta_from(text: bytes | str) -> Meta:
     return _decode_meta(text) if text else EMPTY_META
 
 
-def envelope_body(envelope: Envelope) -> bytes:
+def envelope_body(envelope: Envelope) -> Body:
     """The body of a job that is delayed or held at submission. `created_at` is the script's to know."""
-    return encode_body(
-        Body(
-            task=envelope.task,
-            payload=envelope.payload.decode(),
-            tenant_id=envelope.tenant_id,
-            idempotency_key=envelope.idempotency_key or envelope.job_id,
-            trace_id=envelope.trace_id,
-            meta=meta_text(envelope.meta).decode(),
-            attempts="0",
-            retries="0",
-            created_at="0",
-            line=str(int(envelope.meta.priority)),
-        )
+    return Body(
+        task=envelope.task,
+        payload=envelope.payload.decode(),
+        tenant_id=envelope.tenant_id,
+        idempotency_key=envelope.idempotency_key or envelope.job_id,
+        trace_id=envelope.trace_id,
+        meta=meta_text(envelope.meta),
+        attempts="0",
+        retries="0",
+        created_at="0",
+        line=str(int(envelope.meta.priority)),
     )
 
 
@@ -284,7 +284,7 @@ def claim_body(claim: Claim, meta: Meta, attempts: int, **more: Any) -> Body:
         tenant_id=claim.tenant_id,
         idempotency_key=claim.idempotency_key,
         trace_id=claim.trace_id,
-        meta=meta_text(meta).decode(),
+        meta=meta_text(meta),
         attempts=str(attempts),
         retries=str(meta.retry_count),
         created_at=str(claim.created_at_ms),
@@ -296,6 +296,8 @@ def claim_body(claim: Claim, meta: Meta, attempts: int, **more: Any) -> Body:
 def view_of_body(queue: str, job_id: str, state: State, body: Body, due_ms: int) -> JobView:
     """A job that no message carries, as a reader sees it."""
     meta = meta_from(body.meta)
+    if body.run_at != "0":
+        meta = msgspec.structs.replace(meta, run_at_ms=int(body.run_at))
     if state is State.SUCCEEDED:
         last = Attempt(int(body.attempts), body.worker, body.claimed_at_ms, body.finished_at_ms, state.value)
         lost = meta.lost_leases + body.deliveries - 1
@@ -320,17 +322,20 @@ def view_of_body(queue: str, job_id: str, state: State, body: Body, due_ms: int)
 
 
 def body_of_view(view: JobView, meta: Meta, **more: Any) -> Body:
-    """The other way, for an operator's move."""
+    """The other way, for an operator's move. A job that had a time keeps it."""
+    run_at_ms = view.next_attempt_at_ms if view.state is State.QUEUED else meta.run_at_ms
+    meta = msgspec.structs.replace(meta, run_at_ms=0)
     return Body(
         task=view.task,
         payload=view.payload.decode(),
         tenant_id=view.tenant_id,
         idempotency_key=view.idempotency_key,
         trace_id=view.trace_id,
-        meta=meta_text(meta).decode(),
+        meta=meta_text(meta),
         attempts=str(view.attempt),
         retries=str(meta.retry_count),
         created_at=str(view.created_at_ms),
         line=str(int(meta.priority)),
+        run_at=str(run_at_ms),
         **more,
     )

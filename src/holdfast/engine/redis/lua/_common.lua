@@ -7,7 +7,7 @@
 -- wait in the pending list).
 
 -- Positions in a body.
-local TASK, PAYLOAD, TENANT, KEY, TRACE, META, ATTEMPTS, RETRIES, CREATED, LINE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+local TASK, PAYLOAD, TENANT, KEY, TRACE, META, ATTEMPTS, RETRIES, CREATED, LINE, RUN_AT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
 
 local CHUNK = 1000 -- unpack fails beyond 7,999 values
 

@@ -5,6 +5,7 @@
 --        8 body  9 data (who and why)  10 finished ttl  11 result limit  12 ledger (1|0)  13 dlq stream (1|0)
 --        14 packed fields of a dead letter  15 consumer that holds retries in the pending list
 --        16 has an idempotency key (1|0)  17 milliseconds the key outlives the job  18 attempt  19 retry count  20 error
+--        21 owner and deliveries as last seen ('<owner> <deliveries>')
 -- Reply  {'unknown'} | {'changed'} | {'illegal', from} | {'applied', from}
 local streams = { KEYS[1], KEYS[2], KEYS[3] }
 local group, nonce, feed_limit, job_id, target, expected = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -19,6 +20,8 @@ if string.match(record, '^[^\n]*') ~= seen then return { 'changed' } end
 local place, from, token = header_of(record)
 local line, id = split_place(place)
 local row = line and redis.call('XPENDING', streams[line + 1], group, id, id, 1)[1]
+-- A claim leaves the record as it was: only the pending list shows that somebody was faster.
+if (row and row[2] .. ' ' .. row[4] or ' 0') ~= ARGV[21] then return { 'changed' } end
 local running = row and row[2] ~= parking
 if running then from = 'running' end
 if (expected ~= '' and expected ~= from) or not MOVES[from][target] then return { 'illegal', from } end
@@ -49,7 +52,11 @@ local function write_dead_letter()
   if dlq_on and letter then redis.call('XADD', KEYS[6], '*', 'failed_at', now, unpack(letter)) end
 end
 
-if target == 'queued' then
+if target == 'queued' and tonumber(body_values[RUN_AT]) > tonumber(now) then
+  park(target)
+  redis.call('ZADD', KEYS[12], body_values[RUN_AT], job_id)
+  tell_if_first(KEYS[12], KEYS[15], body_values[RUN_AT])
+elseif target == 'queued' then
   redis.call('SET', record_key, put_in_line(streams, body_values, 'queued', job_id) .. ' queued ' .. token)
 elseif target == 'suspended' then
   park(target, KEYS[9])

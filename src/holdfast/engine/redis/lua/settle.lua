@@ -4,8 +4,9 @@
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
 --        10 consumer that holds retries in the pending list ('' if they wait in a set)  11 pending idle
 --        12-17 lowest and highest instant in each line ('' if none)
---        then 10 a job: line, message id, deliveries, job id, target state, body, data, attempt, retry count,
---        more ('' | packed {delay, index of its idempotency key (0: none), ms the key outlives the job, dead letter's fields})
+--        18 packed, 9 values a job: line, message id, deliveries, job id, target state, data, attempt, retry count,
+--        more (0 | {delay, index of its idempotency key (0: none), ms the key outlives the job, dead letter's fields})
+--        then n bodies
 -- Reply  position (from 1) and 'already' | 'stale' of each that was not applied
 local streams = { KEYS[1], KEYS[2], KEYS[3] }
 local feed_key, results, dlq, retry, waiting, suspended = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
@@ -13,16 +14,18 @@ local held_set, dead, delayed, control, waiters, notices = KEYS[10], KEYS[11], K
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
 local parking, pending_idle = ARGV[10], tonumber(ARGV[11])
-local FIRST_KEY, FIRST_ARG, STRIDE = 15, 17, 10
+local jobs = cmsgpack.unpack(ARGV[18]) -- one argument: nine a job would cost Redis more than the jobs themselves
+local FIRST_KEY, FIRST_BODY, STRIDE = 15, 18, 9
+local LINE_AT, ID_AT, DELIVERIES_AT, JOB_AT, TARGET_AT, DATA_AT, ATTEMPT_AT, RETRIES_AT, MORE_AT = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local legal = MOVES['running']
 
 -- Read: who holds what, and what do the records say?
 local reader = redis.call('HGET', control, 'reader')
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
 local ids = { {}, {}, {} }
-for arg = FIRST_ARG, FIRST_ARG + (n - 1) * STRIDE, STRIDE do
-  local of_line = ids[ARGV[arg + 1] + 1]
-  of_line[#of_line + 1] = ARGV[arg + 2]
+for at = 0, (n - 1) * STRIDE, STRIDE do
+  local of_line = ids[jobs[at + LINE_AT] + 1]
+  of_line[#of_line + 1] = jobs[at + ID_AT]
 end
 local held = {}
 for line = 1, 3 do
@@ -32,23 +35,22 @@ for line = 1, 3 do
 end
 
 -- Decide. The fence is (message, worker, delivery count), and the record must agree that the job is here.
-local reply, applied, leaving, done, more = {}, {}, { {}, {}, {} }, {}, {}
+local reply, applied, leaving, done, released = {}, {}, { {}, {}, {} }, {}, {}
 for i = 1, n do
-  local arg = FIRST_ARG + (i - 1) * STRIDE
-  local line, id, deliveries, target = ARGV[arg + 1] + 1, ARGV[arg + 2], ARGV[arg + 3], ARGV[arg + 5]
+  local at = (i - 1) * STRIDE
+  local line, id, deliveries, target = jobs[at + LINE_AT] + 1, jobs[at + ID_AT], jobs[at + DELIVERIES_AT], jobs[at + TARGET_AT]
   local record = records[i]
   local verdict = 'stale'
-  if held[line][id] == tonumber(deliveries) and legal[target] then
+  if held[line][id] == deliveries and legal[target] then
     if done[id] == line then
       verdict = 'already' -- the same attempt twice in one batch
     else
       done[id] = line
-      if not record or string.find(record, ARGV[arg + 1] .. ':' .. id .. ' ', 1, true) == 1 then
+      if not record or string.find(record, (line - 1) .. ':' .. id .. ' ', 1, true) == 1 then
         verdict = 'applied'
         applied[#applied + 1] = i
         -- Unpacked here: it can fail, and nothing may once writing has begun.
-        if ARGV[arg + 10] ~= '' then more[i] = cmsgpack.unpack(ARGV[arg + 10]) end
-        if target == 'queued' then more[i].body = cmsgpack.unpack(ARGV[arg + 6]) end
+        if target == 'queued' then released[i] = cmsgpack.unpack(ARGV[FIRST_BODY + i]) end
       end
       -- A copy of a job that is elsewhere, or has ended, leaves the line without a word more.
       if verdict == 'stale' or target ~= 'retrying' or parking == '' then
@@ -57,7 +59,7 @@ for i = 1, n do
     end
   elseif record then
     local _, _, token = header_of(record)
-    if token == ARGV[arg + 1] .. ':' .. id .. ':' .. deliveries .. ':' .. worker then verdict = 'already' end
+    if token == (line - 1) .. ':' .. id .. ':' .. deliveries .. ':' .. worker then verdict = 'already' end
   end
   if verdict ~= 'applied' then
     reply[#reply + 1] = i
@@ -74,44 +76,44 @@ for line = 1, 3 do
 end
 if #applied == 0 then return reply end
 
-local at = now_ms()
-local now = number(at)
+local now_at = now_ms()
+local now = number(now_at)
 local moves, m, ended, first_due = {}, 0, {}, {}
 
 local function due_in(set, job_id, delay)
-  local due = number(at + delay)
+  local due = number(now_at + delay)
   redis.call('ZADD', set, due, job_id)
   if not first_due[set] or tonumber(due) < tonumber(first_due[set]) then first_due[set] = due end
   return due
 end
 
-local function finish(i, arg, state)
-  local job_id = ARGV[arg + 4]
-  redis.call('SET', KEYS[FIRST_KEY + i], '- ' .. state .. ' ' .. ARGV[arg + 1] .. ':' .. ARGV[arg + 2] .. ':' .. ARGV[arg + 3]
-    .. ':' .. worker .. '\n' .. ARGV[arg + 6], 'PX', ttl)
+local function finish(i, at, state)
+  local job_id, more = jobs[at + JOB_AT], jobs[at + MORE_AT]
+  redis.call('SET', KEYS[FIRST_KEY + i], '- ' .. state .. ' ' .. jobs[at + LINE_AT] .. ':' .. jobs[at + ID_AT] .. ':'
+    .. jobs[at + DELIVERIES_AT] .. ':' .. worker .. '\n' .. ARGV[FIRST_BODY + i], 'PX', ttl)
   redis.call('XADD', results, '*', 'task_id', job_id, 'status', state,
-    state == 'succeeded' and 'result' or 'error', ARGV[arg + 7], 'retry_count', ARGV[arg + 9], 'finished_at', now)
-  if more[i] and more[i][2] > 0 then redis.call('PEXPIRE', KEYS[FIRST_KEY + more[i][2]], more[i][3]) end
+    state == 'succeeded' and 'result' or 'error', jobs[at + DATA_AT], 'retry_count', jobs[at + RETRIES_AT], 'finished_at', now)
+  if more ~= 0 and more[2] > 0 then redis.call('PEXPIRE', KEYS[FIRST_KEY + more[2]], more[3]) end
   ended[#ended + 1] = job_id
 end
 
 -- Everything but success; returns when the job is due ('' if it waits for nothing).
-local function settle_otherwise(i, arg, target)
-  local place = ARGV[arg + 1] .. ':' .. ARGV[arg + 2]
-  local token = place .. ':' .. ARGV[arg + 3] .. ':' .. worker
-  local record, job_id, body, delay = KEYS[FIRST_KEY + i], ARGV[arg + 4], ARGV[arg + 6], more[i][1]
+local function settle_otherwise(i, at, target)
+  local line, id = jobs[at + LINE_AT], jobs[at + ID_AT]
+  local token = line .. ':' .. id .. ':' .. jobs[at + DELIVERIES_AT] .. ':' .. worker
+  local record, job_id, body, delay = KEYS[FIRST_KEY + i], jobs[at + JOB_AT], ARGV[FIRST_BODY + i], jobs[at + MORE_AT][1]
   if target == 'retrying' and parking == '' then
     redis.call('SET', record, '- retrying ' .. token .. '\n' .. body)
     return due_in(retry, job_id, delay)
   elseif target == 'retrying' then
-    redis.call('XCLAIM', streams[ARGV[arg + 1] + 1], group, parking, 0, ARGV[arg + 2], 'JUSTID')
-    redis.call('SET', record, place .. ' retrying ' .. token .. '\n' .. body)
+    redis.call('XCLAIM', streams[line + 1], group, parking, 0, id, 'JUSTID')
+    redis.call('SET', record, line .. ':' .. id .. ' retrying ' .. token .. '\n' .. body)
     return due_in(waiting, job_id, math.max(delay, pending_idle))
   elseif target == 'queued' and delay > 0 then
     redis.call('SET', record, '- queued ' .. token .. '\n' .. body)
     return due_in(delayed, job_id, delay)
   elseif target == 'queued' then
-    redis.call('SET', record, put_in_line(streams, more[i].body, 'queued', job_id) .. ' queued ' .. token)
+    redis.call('SET', record, put_in_line(streams, released[i], 'queued', job_id) .. ' queued ' .. token)
   elseif target == 'suspended' then
     redis.call('SET', record, '- suspended ' .. token .. '\n' .. body)
     redis.call('ZADD', suspended, now, job_id)
@@ -125,26 +127,27 @@ local function settle_otherwise(i, arg, target)
   return ''
 end
 
-for _, i in ipairs(applied) do
-  local arg = FIRST_ARG + (i - 1) * STRIDE
-  local target, due = ARGV[arg + 5], ''
-  if target == 'succeeded' then
-    finish(i, arg, target)
-  else
-    due = settle_otherwise(i, arg, target)
-  end
+local function note(at, state, data, due)
   moves[m + 1], moves[m + 2], moves[m + 3], moves[m + 4], moves[m + 5], moves[m + 6] =
-    ARGV[arg + 4], target, ARGV[arg + 8], ARGV[arg + 9], ARGV[arg + 7], due
+    jobs[at + JOB_AT], state, jobs[at + ATTEMPT_AT], jobs[at + RETRIES_AT], data, due
   m = m + 6
+end
+
+for _, i in ipairs(applied) do
+  local at = (i - 1) * STRIDE
+  local target, due = jobs[at + TARGET_AT], ''
+  if target == 'succeeded' then
+    finish(i, at, target)
+  else
+    due = settle_otherwise(i, at, target)
+  end
+  note(at, target, jobs[at + DATA_AT], due)
   if target == 'dlq_pending' and not ledger then
     -- Without a ledger the entry in the DLQ stream is the dead letter's record: it comes before `failed`.
-    if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(more[i][4])) end
-    for _, state in ipairs({ 'dlq_recorded', 'failed' }) do
-      moves[m + 1], moves[m + 2], moves[m + 3], moves[m + 4], moves[m + 5], moves[m + 6] =
-        ARGV[arg + 4], state, ARGV[arg + 8], ARGV[arg + 9], '', ''
-      m = m + 6
-    end
-    finish(i, arg, 'failed')
+    if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(jobs[at + MORE_AT][4])) end
+    note(at, 'dlq_recorded', '', '')
+    note(at, 'failed', '', '')
+    finish(i, at, 'failed')
   end
 end
 feed(feed_key, feed_limit, reader, nonce, 'settled', now, worker, moves)

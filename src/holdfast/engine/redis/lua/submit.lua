@@ -1,13 +1,14 @@
 -- submit: accept new jobs, or name the ones that were there first.
 -- KEYS   1-3 streams  4 feed  5 delayed  6 held  7 control  8 notices  then n records, then idempotency keys
--- ARGV   1 nonce  2 feed limit  3 feed bytes  4 n  then 11 a job:
---        line, due ('' | 'in <ms>' | 'at <ms>' | 'hold'), body ('' unless parked), index of its idempotency key (0: none),
+-- ARGV   1 nonce  2 feed limit  3 feed bytes  4 n  5 packed, 11 values a job:
+--        line, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first), body ('' unless parked), index of its idempotency key (0: none),
 --        job id, type, payload, tenant, idempotency key, trace, meta
 -- Reply  {'refused', why} | {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
 local streams = { KEYS[1], KEYS[2], KEYS[3] }
 local feed_key, delayed, held, control, notices = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local nonce, feed_limit, feed_bytes, n = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local FIRST_KEY, FIRST_ARG, STRIDE = 8, 4, 11
+local jobs = cmsgpack.unpack(ARGV[5]) -- one argument: eleven a job would cost Redis more than the jobs themselves
+local FIRST_KEY, STRIDE = 8, 11
 
 local controls = redis.call('HMGET', control, 'intake_paused', 'reader')
 if controls[1] == '1' then return { 'refused', 'an operator has paused its intake' } end
@@ -18,8 +19,8 @@ end
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
 local reply, fresh, taken = { 'ok', '' }, {}, {}
 for i = 1, n do
-  local arg = FIRST_ARG + (i - 1) * STRIDE
-  local key_index, job_id = tonumber(ARGV[arg + 4]), ARGV[arg + 5]
+  local at = (i - 1) * STRIDE
+  local key_index, job_id = jobs[at + 4], jobs[at + 5]
   local first = key_index > 0 and (known[key_index] or taken[key_index])
   if known[i] or taken[job_id] then
     reply[#reply + 1] = i
@@ -41,17 +42,17 @@ local now = number(at)
 local head = '1 queued 0 0 ' .. now
 local moves, pairs_to_set, earliest = {}, {}, nil
 for _, i in ipairs(fresh) do
-  local arg = FIRST_ARG + (i - 1) * STRIDE
-  local line, due, body, key_index = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3], tonumber(ARGV[arg + 4])
-  local job_id, task, payload, tenant, key, trace, meta = ARGV[arg + 5], ARGV[arg + 6], ARGV[arg + 7], ARGV[arg + 8],
-    ARGV[arg + 9], ARGV[arg + 10], ARGV[arg + 11]
+  local line, due, body, key_index, job_id, task, payload, tenant, key, trace, meta =
+    unpack(jobs, (i - 1) * STRIDE + 1, i * STRIDE)
   local record, state = nil, 'queued'
+  local hold = string.sub(due, 1, 4) == 'hold'
   if body ~= '' then
-    body = cmsgpack.unpack(body)
-    body[CREATED] = now
+    local how, ms = string.match(due, '(%a+) (%d+)$')
+    due = how == 'in' and number(at + tonumber(ms)) or ms or ''
+    body[CREATED], body[RUN_AT] = now, due == '' and '0' or due
     body = cmsgpack.pack(body)
   end
-  if due == '' then
+  if body == '' then
     local id
     if tenant == 'default' and key == job_id and trace == '' and meta == '' then
       id = redis.call('XADD', streams[line + 1], '*', 'holdfast', head, 'task_id', job_id, 'type', task, 'payload', payload)
@@ -60,13 +61,11 @@ for _, i in ipairs(fresh) do
         'payload', payload, 'tenant_id', tenant, 'idempotency_key', key, 'trace_id', trace, 'meta', meta)
     end
     record = line .. ':' .. id .. ' queued -'
-  elseif due == 'hold' then
+  elseif hold then
     state = 'waiting_approval'
     record = '- waiting_approval -\n' .. body
     redis.call('ZADD', held, now, job_id)
   else
-    local how, ms = string.match(due, '^(%a+) (%d+)$')
-    due = how == 'in' and number(at + tonumber(ms)) or ms
     record = '- queued -\n' .. body
     redis.call('ZADD', delayed, due, job_id)
     if not earliest or tonumber(due) < tonumber(earliest) then earliest = due end
