@@ -52,12 +52,16 @@ class Gauge:
         self._cells = _map(path)[row * _CELLS : (row + 1) * _CELLS]
         self._cpu_at_first = 0.0
 
+    def begin(self) -> None:
+        """The first job starts now."""
+        self._cells[_FIRST] = time.monotonic_ns()
+        self._cpu_at_first = cpu_s()
+
     def tick(self, count: int = 1) -> None:
         """So many jobs were executed just now."""
         cells = self._cells
-        if not cells[_COUNT]:
-            cells[_FIRST] = time.monotonic_ns()
-            self._cpu_at_first = cpu_s()
+        if not cells[_FIRST]:
+            self.begin()
         cells[_COUNT] += count
         cells[_LAST] = time.monotonic_ns()
 

@@ -29,7 +29,7 @@ class ProbeFailed(Exception):
 
 
 class Child:
-    """One process of one side, ready when this object is."""
+    """One process of one side. It starts at once, and is ready inside of `with`."""
 
     def __init__(self, module: str, role: str, spec: Mapping[str, Any], scratch: Path) -> None:
         self._log = scratch / f"{module.rpartition('.')[2]}-{role}-{next(_numbers)}.log"
@@ -44,11 +44,6 @@ class Child:
                 env=_environment(),
                 cwd=scratch,
             )
-        try:
-            self.answer()
-        except BaseException:
-            self.close()
-            raise
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Ask and wait for the answer."""
@@ -94,6 +89,11 @@ class Child:
             self._process.wait()
 
     def __enter__(self) -> Self:
+        try:
+            self.answer()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -14,6 +14,8 @@ from benchmarks.children import Child, ProbeFailed
 from benchmarks.stores import Store
 
 _LOOK_S: Final = 0.005
+#: One call of a million jobs would hold them all in the producer's memory.
+_PART: Final = 50_000
 #: Without a single execution for so long a drain has failed.
 _STUCK_S: Final = 60.0
 
@@ -37,12 +39,13 @@ class Contestant:
     def workers(self, count: int, board: Board) -> Iterator[list[Child]]:
         """Worker processes, connected, not yet working."""
         board.clear()
+        spec = {**self._spec(), "board": str(board.path)}
+        # All are started before the first is waited for.
+        children = [Child(self.module, "work", {**spec, "row": row}, self.scratch) for row in range(count)]
         with ExitStack() as stack:
-            spec = {**self._spec(), "board": str(board.path)}
-            yield [
-                stack.enter_context(Child(self.module, "work", {**spec, "row": row}, self.scratch))
-                for row in range(count)
-            ]
+            for child in children:
+                stack.callback(child.close)
+            yield [stack.enter_context(child) for child in children]
 
     def _spec(self) -> dict[str, Any]:
         return {"url": self.store.url, "flavour": self.flavour, "settings": dict(self.settings)}
@@ -71,12 +74,17 @@ class Drained:
     def store_us(self) -> float:
         return self.store_cpu_s / self.jobs * 1e6
 
+    def __str__(self) -> str:
+        server = f" + {self.store_us:.1f}" if self.store_cpu_s else ""
+        return f"{self.rate:,.0f} /s · CPU {self.worker_us:.1f}{server} µs/job"
+
 
 def fill(side: Contestant, jobs: int) -> float:
     """Queue so many jobs; what each takes in the store, in bytes."""
     before = side.store.used_bytes()
     with side.producer() as producer:
-        producer.call("bulk", jobs=jobs)
+        for start in range(0, jobs, _PART):
+            producer.call("bulk", jobs=min(_PART, jobs - start))
     return (side.store.used_bytes() - before) / jobs
 
 

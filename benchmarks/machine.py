@@ -14,14 +14,21 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 _DMA_LATENCY: Final = Path("/dev/cpu_dma_latency")
 _LOOP_STEPS: Final = 500_000
 _ROUND_TRIPS: Final = 2_000
-_PACKAGES: Final = ("holdfast", "redis", "hiredis", "uvloop", "msgspec", "pydantic")
+_PACKAGES: Final = {
+    "holdfast": "holdfast",
+    "redis-py": "redis",
+    "hiredis": "hiredis",
+    "uvloop": "uvloop",
+    "msgspec": "msgspec",
+    "pydantic": "pydantic",
+}
 
 
 @contextmanager
@@ -66,14 +73,9 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": str(os.cpu_count()),
-        "sqlite": sqlite3.sqlite_version,
+        "SQLite": sqlite3.sqlite_version,
     }
-    for name in _PACKAGES:
-        try:
-            facts[name] = version(name)
-        except PackageNotFoundError:
-            facts[name] = "not installed"
-    return facts
+    return facts | {name: version(package) for name, package in _PACKAGES.items()}
 
 
 def filesystem(path: Path) -> str:

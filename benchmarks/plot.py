@@ -17,7 +17,6 @@ _COLOURS: Final = {
     BARE_RAW: "#808080",
     SKETCH: "#d98e04",
 }
-_OTHER: Final = "#1b6ca8"
 _PANELS: Final = {
     "submit": ("submit.single", "submit.concurrent", "submit.bulk"),
     "drain": ("drain.1", "drain.2"),
@@ -37,13 +36,21 @@ def draw(path: Path, results: Results, stages: Sequence[Stage]) -> bool:
     from matplotlib import pyplot as plt
 
     count = len(panels) + curves
-    figure, grid = plt.subplots(1, count, figsize=(5.2 * count, 4.2), squeeze=False)
-    for axes, stage in zip(grid[0], panels, strict=False):
+    columns = min(count, 2)
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(5.6 * columns, 3.8 * rows + 0.6), squeeze=False)
+    places = list(grid.flat)
+    for axes, stage in zip(places, panels, strict=False):
         _bars(axes, results, stage)
     if curves:
-        _curve(grid[0][-1], results)
+        _curve(places[len(panels)], results)
+    for axes in places[count:]:
+        axes.set_axis_off()
     figure.suptitle(f"holdfast {results.machine['holdfast']} · {results.began_at}", fontsize=10)
-    figure.tight_layout()
+    figure.legend(
+        handles=[_patch(side) for side in _drawn(results)], fontsize=8, loc="lower center", ncols=len(_COLOURS)
+    )
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True
@@ -61,16 +68,11 @@ def _bars(axes: Any, results: Results, stage: Stage) -> None:
             low, high = sorted((row.best, row.worst))
             at = place + (index - (len(sides) - 1) / 2) * width
             error = [[row.median - low], [high - row.median]]
-            axes.bar(at, row.median, width, yerr=error, color=_COLOURS.get(side, _OTHER), ecolor="#333333", capsize=2)
+            axes.bar(at, row.median, width, yerr=error, color=_COLOURS[side], ecolor="#333333", capsize=2)
     axes.set_yscale("log")
     axes.set_xticks(range(len(measures)), [measure.title for measure in measures], fontsize=8)
     axes.set_ylabel(measures[0].unit)
     axes.set_title(stage.title, fontsize=9)
-    axes.legend(
-        handles=[_patch(side) for side in sides],
-        fontsize=7,
-        loc="lower right" if measures[0].more_is_better else "best",
-    )
     axes.grid(axis="y", alpha=0.3)
 
 
@@ -81,20 +83,27 @@ def _curve(axes: Any, results: Results) -> None:
         for (done, at), (next_done, next_at) in pairwise(points):
             left.append(total - (done + next_done) / 2)
             rates.append((next_done - done) / max(next_at - at, 1e-9))
-        axes.plot(left, rates, color=_COLOURS.get(side, _OTHER), label=side, linewidth=1)
+        axes.plot(left, rates, color=_COLOURS[side], linewidth=1)
     axes.invert_xaxis()
+    axes.locator_params(axis="x", nbins=5)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("jobs still queued")
     axes.set_ylabel("jobs/s")
     axes.set_title("Drain rate against backlog, 1 worker", fontsize=9)
-    axes.legend(fontsize=7)
     axes.grid(alpha=0.3)
+
+
+def _drawn(results: Results) -> list[str]:
+    seen = {sample.side for sample in results.samples} | set(results.curves)
+    return [side for side in _COLOURS if side in seen]
 
 
 def _patch(side: str) -> Any:
     from matplotlib.patches import Patch
 
-    return Patch(color=_COLOURS.get(side, _OTHER), label=side)
+    return Patch(color=_COLOURS[side], label=side)
 
 
 def _measure(stage: Stage, key: str) -> Measure:

@@ -36,10 +36,12 @@ def print_tables(console: Console, results: Results, stages: Sequence[Stage]) ->
             console.print()
             console.print(_table(results, stage))
     _print_latencies(console, results)
+    _print_flatness(console, results)
     _print_memory(console, results)
+    _print_calibrations(console, results)
     console.print(_NOTE, style="dim")
     for failure in results.failures:
-        console.print(f"failed: {failure}", style="red", markup=False, highlight=False)
+        console.print(f"failed: {failure.splitlines()[0]}", style="red", markup=False, highlight=False)
 
 
 def write_json(path: Path, results: Results) -> None:
@@ -49,23 +51,25 @@ def write_json(path: Path, results: Results) -> None:
 
 def _table(results: Results, stage: Stage) -> Table:
     references = _references(results, stage)
-    table = Table(title=stage.title, title_justify="left", title_style="bold", box=None, padding=(0, 1))
-    table.add_column("")
-    table.add_column("side")
-    for name in ("median", "best", "", *references):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table = Table(title=stage.title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("median", "best", *references):
+        table.add_column(name, justify="right", no_wrap=True)
     for measure in stage.measures:
-        for number, side in enumerate(results.sides(measure.key)):
-            row = results.summary(measure.key, side)
-            assert row is not None
-            ratios = [
-                _ratio(row, results.summary(measure.key, other or results.sides(measure.key)[0]))
-                for other in references.values()
-            ]
-            head = measure.title if number == 0 else ""
-            values = (_number(row.median, measure), _number(row.best, measure))
-            table.add_row(head, side, *values, measure.unit, *ratios, end_section=False)
+        sides = results.sides(measure.key)
+        if sides:
+            table.add_row(f"[bold]{measure.title}[/], {measure.unit}")
+        for side in sides:
+            table.add_row(f"  {side}", *_cells(results, measure, side, list(references.values())))
     return table
+
+
+def _cells(results: Results, measure: Measure, side: str, references: Sequence[str]) -> list[str]:
+    row = results.summary(measure.key, side)
+    assert row is not None
+    first = results.sides(measure.key)[0]
+    ratios = [_ratio(row, results.summary(measure.key, other or first)) for other in references]
+    return [_number(row.median, measure), _number(row.best, measure), *ratios]
 
 
 def _references(results: Results, stage: Stage) -> dict[str, str]:
@@ -92,12 +96,35 @@ def _print_latencies(console: Console, results: Results) -> None:
         console.print(f"all rounds, {side}: {shares} ms of {len(ordered):,} jobs", highlight=False)
 
 
+def _print_flatness(console: Console, results: Results) -> None:
+    for store in ("Redis", "SQLite"):
+        words = []
+        for who, key in (("worker", f"backlog.{store}.cpu"), ("Redis", f"backlog.{store}.redis")):
+            sides = results.sides(key)
+            rows = [results.summary(key, side) for side in sides[:2]]
+            if len(rows) == 2 and rows[0] is not None and rows[1] is not None:
+                words.append(f"{who} {rows[1].median / rows[0].median - 1:+.1%}")
+        if words:
+            console.print(f"CPU a job on {store}, deep queue against shallow: {', '.join(words)}", highlight=False)
+
+
+def _print_calibrations(console: Console, results: Results) -> None:
+    loops = [calibration.loop_ms for calibration in results.calibrations]
+    trips = [calibration.round_trip_us for calibration in results.calibrations]
+    if loops:
+        console.print(
+            f"calibration over the run: loop {min(loops):.1f} to {max(loops):.1f} ms, "
+            f"round trip {min(trips):.0f} to {max(trips):.0f} µs",
+            highlight=False,
+        )
+
+
 def _print_memory(console: Console, results: Results) -> None:
     memory = results.memory
     if "expired" in memory:
-        sizes = {name: f"{memory[name] / 1e6:,.1f} MB" for name in ("before", "deep", "expired", "bounded_streams")}
+        mb = {name: f"{memory[name] / 1e6:,.1f} MB" for name in ("before", "deep", "expired", "bounded_streams")}
         console.print(
-            f"memory of Redis: {sizes['before']} empty, {sizes['deep']} with the deep queue, {sizes['expired']} when all "
-            f"was done and expired ({sizes['bounded_streams']} of that feed and results, which are bounded by number)",
+            f"memory of Redis: {mb['before']} empty, {mb['deep']} with the deep queue, {mb['expired']} when all "
+            f"was done and expired ({mb['bounded_streams']} of that feed and results, which are bounded by number)",
             highlight=False,
         )

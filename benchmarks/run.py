@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -32,10 +34,16 @@ _STAGES: Final[Mapping[str, Callable[[Hall], Stage]]] = {
     "backlog": Backlog,
 }
 
+_FILE_WIDTH: Final = 110
+
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and report; 1 if any measurement failed."""
-    options, console = parse(arguments), Console()
+    options = parse(arguments)
+    # As an exit, so that servers and children are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Written to a file, lines need not fit a terminal.
+    console = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
     began_at = datetime.now(UTC)
     options.out.mkdir(parents=True, exist_ok=True)
     with machine.held_awake() as awake, _hall(options, began_at) as hall:
@@ -117,25 +125,24 @@ class _Rounds:
 def _hall(options: Options, began_at: datetime) -> Iterator[Hall]:
     # Beside the results and not in the system's folder for temporary files: that may be memory, where a sync is free.
     scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=options.out))
-    try:
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
         redis = RedisStore(scratch / "redis", options.aof)
-        try:
-            results = Results(began_at.isoformat(timespec="seconds"), machine.describe(), _settings(options, redis))
-            results.settings["sqlite"] = f"synchronous=FULL on {machine.filesystem(scratch)}"
-            yield Hall(options, redis, SqliteStore(scratch / "sqlite"), Board(scratch / "board"), scratch, results)
-        finally:
-            redis.close()
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        cleanup.callback(redis.close)
+        results = Results(began_at.isoformat(timespec="seconds"), machine.describe(), _settings(options, redis))
+        results.settings["SQLite file"] = f"synchronous=FULL on {machine.filesystem(scratch)}"
+        sqlite, board = SqliteStore(scratch / "sqlite"), Board(scratch / "board")
+        yield Hall(options, redis, sqlite, board, scratch, results, cleanup)
 
 
 def _settings(options: Options, redis: RedisStore) -> dict[str, object]:
     return {
-        "stages": list(options.stages),
+        "stages": ", ".join(options.stages),
         "rounds": options.rounds,
         "jobs": options.jobs,
-        "backlog": [options.shallow, options.deep, options.sqlite_deep],
-        "redis": f"{redis.version}, appendonly {options.aof}",
+        "backlog": f"{options.shallow:,} and {options.deep:,}, on SQLite {options.sqlite_deep:,}",
+        "yardstick": options.sketch.name if options.sketch else "none",
+        "Redis": f"{redis.version}, appendonly {options.aof}",
     }
 
 

@@ -34,8 +34,6 @@ class Store(Protocol):
         """CPU time of the server so far; 0 if there is none."""
         ...
 
-    def close(self) -> None: ...
-
 
 class RedisStore(Store):
     """One `redis-server` process."""
@@ -114,6 +112,3 @@ class SqliteStore(Store):
 
     def cpu_s(self) -> float:
         return 0.0
-
-    def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)

@@ -88,7 +88,7 @@ def compare(job: Expected, view: JobView | None, events: list[Event]) -> tuple[s
 
 def summary(results: Sequence[Result]) -> Table:
     """Expected and seen, side by side."""
-    table = Table(title="expected and seen", title_justify="left")
+    table = Table(title="expected and seen, with exactly one final event for each job", title_justify="left")
     for column in ("group", "jobs", "expected of each", "seen", ""):
         table.add_column(column)
     for result in results:

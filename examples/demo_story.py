@@ -69,9 +69,9 @@ async def submit_orders() -> list[Expected]:
         [(orders.Order(number, f"customer {number}", [995, number]),) for number in range(250)]
     )
     expected = group("succeed at once", confirmed)
-    for hiccups in (1, 2, 3):
+    for hiccups, often in enumerate(("once", "twice", "three times"), start=1):
         charged = await orders.charge.submit_many([(number, 995, hiccups) for number in range(20)])
-        expected += group(f"fail {hiccups} times, then succeed", charged, attempts=hiccups + 1, retries=hiccups)
+        expected += group(f"fail {often}, then succeed", charged, attempts=hiccups + 1, retries=hiccups)
     hopeless = await orders.charge.submit(7, 995, hiccups=99)
     expected += group("run out of retries", [hopeless], State.FAILED, attempts=4, retries=3)
     expected += group("fatal: no retry", [await orders.ship.submit(8, "Atlantis")], State.FAILED)

@@ -6,13 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 from redis.asyncio import Redis
 
 from holdfast.engine.port import Engine, EngineOptions
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import Keys, Names
+from holdfast.engine.redis.wire import decode_body, encode_body
 from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.testing.clock import ManualClock
 from holdfast.testing.contract import EngineHarness
@@ -48,7 +50,8 @@ class RedisHarness(EngineHarness):
     def __init__(self, url: str, namespace: str) -> None:
         self.url = url
         self.names = Names(namespace=namespace)
-        self.redis = Redis.from_url(url)
+        #: Typed loosely: the client's types leave open whether replies are bytes or text.
+        self.redis: Any = Redis.from_url(url)
         self._made: list[Engine] = []
 
     async def make(self, **options: Any) -> Engine:
@@ -77,6 +80,9 @@ class RedisHarness(EngineHarness):
                 for member in members:
                     pipe.zincrby(due_set, -ms, member)
                 await pipe.execute()
+        for parked in (keys.held, keys.suspended):
+            for member in await self.redis.zrange(parked, 0, -1):
+                await self._age_record(keys.job(member.decode()), ms)
 
     async def close(self) -> None:
         for engine in self._made:
@@ -98,6 +104,14 @@ class RedisHarness(EngineHarness):
                 )
             await pipe.execute()
 
+    async def _age_record(self, key: bytes, ms: int) -> None:
+        """A parked job remembers the instant that its submitter asked for."""
+        head, _, packed = (await self.redis.get(key)).partition(b"\n")
+        body = decode_body(packed)
+        if body.run_at != "0":
+            earlier = msgspec.structs.replace(body, run_at=str(int(body.run_at) - ms))
+            await self.redis.set(key, head + b"\n" + encode_body(earlier))
+
     async def _age_expiries(self, ms: int) -> None:
         async for keys in self._own_keys():
             for key in keys:
@@ -115,8 +129,11 @@ class RedisHarness(EngineHarness):
                 yield page
 
 
+H = TypeVar("H", SqliteHarness, RedisHarness)
+
+
 @asynccontextmanager
-async def closing(harness: SqliteHarness | RedisHarness) -> AsyncIterator[SqliteHarness | RedisHarness]:
+async def closing(harness: H) -> AsyncIterator[H]:
     """The harness, and the end of everything that it made."""
     try:
         yield harness

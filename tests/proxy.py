@@ -95,10 +95,11 @@ class Proxy:
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # Before anything that waits: a cut may come while this connection is ending anyway.
+            server_writer.transport.abort()
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            server_writer.transport.abort()
 
     def _take_doomed(self, request: bytes) -> bool:
         for wanted in self._doomed:

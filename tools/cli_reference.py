@@ -45,7 +45,7 @@ def _section(path: str, command: Any) -> Iterator[str]:
     yield "| argument or option | meaning |"
     yield "|---|---|"
     for parameter in command.params:
-        if parameter.name not in ("help", "url", "namespace", "debug"):
+        if parameter.name not in ("help", "url", "namespace", "debug") and not parameter.hidden:
             yield f"| `{_names(parameter)}` | {_escape(parameter.help or '')} |"
     yield ""
 

@@ -179,6 +179,8 @@ class Work:
 
     async def _drain(self) -> None:
         link, tick = self._link, self._gauge.tick
+        # Counted by the batch, so the first one's reading belongs to it.
+        self._gauge.begin()
         while entries := await link.read(self._consumer, None):
             for _, payload in entries:
                 _decode(payload)

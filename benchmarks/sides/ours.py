@@ -85,8 +85,8 @@ class Work:
 
     async def report(self) -> Answer:
         """What was used, once every verdict has been answered."""
-        while self._worker is not None and self._worker.in_hand:
-            await asyncio.sleep(_LOOK_S)  # noqa: ASYNC110 - the worker has no event for it
+        while self._worker is not None and self._worker.in_hand:  # noqa: ASYNC110 - it has no event for this
+            await asyncio.sleep(_LOOK_S)
         return {"cpu_s": self._gauge.cpu_s, "rss": resident_bytes()}
 
     async def latencies(self) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import hiredis
@@ -50,8 +50,8 @@ class Wire(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        # uvloop's transports are none of asyncio's classes.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -72,7 +72,8 @@ class Wire(asyncio.Protocol):
 
 def _pack(command: Command) -> bytes:
     # The stub of `pack_command` allows only tuples of one.
-    return hiredis.pack_command(command)  # type: ignore[arg-type]
+    packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]
+    return packed
 
 
 def _finish(future: asyncio.Future[list[Any]], replies: list[Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -37,7 +36,6 @@ class Backlog(Stage):
 
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
-        self._open = ExitStack()
         self._deep: list[tuple[Contestant, int]] = []
         self._before = 0
         self.measures = tuple(
@@ -46,13 +44,14 @@ class Backlog(Stage):
 
     def prepare(self) -> None:
         hall, options = self._hall, self._hall.options
+        redis = RedisStore(hall.scratch / "deep-redis", options.aof)
+        hall.cleanup.callback(redis.close)
+        self._before = redis.used_bytes()
         stores: list[tuple[Store, int]] = [
-            (RedisStore(hall.scratch / "deep-redis", options.aof), options.deep),
+            (redis, options.deep),
             (SqliteStore(hall.scratch / "deep-sqlite"), options.sqlite_deep),
         ]
-        self._before = stores[0][0].used_bytes()
         for (store, depth), ours in zip(stores, hall.ours, strict=True):
-            self._open.callback(store.close)
             side = Contestant(ours.name, ours.module, store, hall.scratch, settings=_SETTINGS)
             fill(side, depth)
             self._deep.append((side, depth))
@@ -66,11 +65,8 @@ class Backlog(Stage):
         return probes
 
     def finish(self) -> str:
-        try:
-            side, depth = self._deep[0]
-            return self._empty(side, depth) + "\n" + self._expire(side)
-        finally:
-            self._open.close()
+        side, depth = self._deep[0]
+        return self._empty(side, depth) + "\n" + self._expire(side)
 
     def _run_shallow(self, side: Contestant, round_number: int) -> str:
         jobs = self._hall.options.shallow
@@ -91,7 +87,7 @@ class Backlog(Stage):
         add(f"backlog.{store}.cpu", depth_name, round_number, drained.worker_us)
         if drained.store_cpu_s:
             add(f"backlog.{store}.redis", depth_name, round_number, drained.store_us)
-        return f"{drained.rate:,.0f} /s · worker {drained.worker_us:.1f} µs · Redis {drained.store_us:.1f} µs a job"
+        return str(drained)
 
     def _empty(self, side: Contestant, depth: int) -> str:
         """The whole deep queue, with its curve."""

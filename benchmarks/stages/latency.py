@@ -22,7 +22,7 @@ class Latency(Stage):
     """About a hundred jobs a second, one at a time."""
 
     name = "latency"
-    title = "Latency at low load, from submit to the start of the function"
+    title = "Latency at low load, submit to start"
     measures = tuple(Measure(f"latency.{name}", name, "ms", digits=2) for name in _SHARES)
 
     def __init__(self, hall: Hall) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -51,6 +52,8 @@ class Hall:
     board: Board
     scratch: Path
     results: Results
+    #: Closed at the end of the run, however it ends.
+    cleanup: ExitStack
 
     @property
     def ours(self) -> list[Contestant]:

@@ -1,15 +1,9 @@
-"""The app: a registry of tasks and the way in to the engine. The only place that builds adapters.
-
-An engine belongs to one event loop. The app keeps one per loop that uses it, all on the same store, and
-opens it with the first submission there; so the same app works in a web server, in its worker threads
-(`submit_sync`), and in a script that calls `asyncio.run` twice.
-"""
+"""The app: a registry of tasks and the way in to the engine. The only place that builds adapters."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, Concatenate, Final, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
@@ -23,9 +17,10 @@ from holdfast.door import Door
 from holdfast.engine.port import Engine
 from holdfast.errors import DuplicateTask, InvalidOption, PayloadTooLarge, UnknownTask
 from holdfast.handle import Job
+from holdfast.links import Links
 from holdfast.options import SubmitOptions, check_name, make_options, parse_priority
 from holdfast.settings import Settings
-from holdfast.submitter import Desk, Submitter
+from holdfast.submitter import Desk
 from holdfast.task import Task
 from holdfast.worker.context import Context
 from holdfast.worker.plan import Plan, Policy
@@ -71,12 +66,7 @@ class Holdfast:
         self._clock: Clock = clock or SystemClock()
         self._tasks: dict[str, Task[..., Any]] = {}
         self._plans: dict[str, Plan] = {}
-        self._lock = threading.Lock()
-        self._first: Engine | None = None
-        self._first_taken = False
-        self._links: dict[asyncio.AbstractEventLoop, _Link] = {}
-        #: The link used last; most programs have only one.
-        self._latest: _Link | None = None
+        self._links = Links(self._build_engine)
         #: Set by inline mode, which runs jobs where they are submitted.
         self.inline_desk: Desk | None = None
 
@@ -95,21 +85,17 @@ class Holdfast:
     @property
     def engine(self) -> Engine:
         """The engine of the running event loop; opened by `open()` or the first submission."""
-        loop = _running_loop()
-        if loop is not None:
-            return self._link(loop).engine
-        with self._lock:
-            return self._first_engine()
+        return self._links.engine()
 
     async def open(self) -> None:
         """Connect. Not needed before submitting, but tells at once whether the store is there."""
-        await self._link(asyncio.get_running_loop()).open()
+        await self._links.open()
 
     async def close(self) -> None:
         """Give connections of this event loop, and of the blocking door, back. The app can be used again."""
         if self.door.opened:
-            await asyncio.to_thread(self.door.close, self._close_link)
-        await self._close_link()
+            await asyncio.to_thread(self.door.close, self._links.close)
+        await self._links.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -120,12 +106,11 @@ class Holdfast:
 
     def configure(self, **overrides: Any) -> None:
         """Change settings (the URL, say) before anything has been opened."""
-        with self._lock:
-            if self._links:
-                raise InvalidOption("this app is open; settings are changed before that")
-            given = self.settings.model_dump(exclude_unset=True) | overrides
-            self.settings = Settings.load(**given)
-            self._first = None
+        if self._links.in_use:
+            raise InvalidOption("this app is open; settings are changed before that")
+        given = self.settings.model_dump(exclude_unset=True) | overrides
+        self.settings = Settings.load(**given)
+        self._links = Links(self._build_engine)
 
     # Tasks -----------------------------------------------------------------------------------------
 
@@ -222,14 +207,13 @@ class Holdfast:
 
     async def desk(self) -> Desk:
         """Where jobs are handed in, on this event loop."""
-        if self.inline_desk is not None:
-            return self.inline_desk
-        loop, link = asyncio.get_running_loop(), self._latest
-        if link is None or link.loop is not loop:
-            link = self._latest = self._link(loop)
-        if link.submitter is None:
-            await link.open()
-        return link.submitter or await self.desk()
+        return self.inline_desk or await self._links.desk()
+
+    def _build_engine(self) -> Engine:
+        # Here, so that an app on SQLite does not load the Redis client.
+        from holdfast.engine.factory import build_engine
+
+        return build_engine(self.settings, self._clock)
 
     def _register(
         self, function: Callable[..., Any], name: str | None, queue: str, policy: Policy, priority: Priority
@@ -248,64 +232,6 @@ class Holdfast:
         self._tasks[name] = task
         self._plans[name] = plan
         return task
-
-    # Engines, one per event loop ---------------------------------------------------------------------
-
-    def _link(self, loop: asyncio.AbstractEventLoop) -> _Link:
-        with self._lock:
-            link = self._links.get(loop)
-            if link is None:
-                for gone in [other for other in self._links if other.is_closed()]:
-                    del self._links[gone]
-                link = self._links[loop] = _Link(loop, self._next_engine())
-            return link
-
-    def _next_engine(self) -> Engine:
-        # The first engine serves the first loop; every further loop gets a sibling on the same store.
-        first = self._first_engine()
-        if not self._first_taken:
-            self._first_taken = True
-            return first
-        return first.sibling()
-
-    def _first_engine(self) -> Engine:
-        if self._first is None:
-            # Here, so that an app on SQLite does not load the Redis client.
-            from holdfast.engine.factory import build_engine
-
-            self._first = build_engine(self.settings, self._clock)
-            self._first_taken = False
-        return self._first
-
-    async def _close_link(self) -> None:
-        with self._lock:
-            link = self._links.pop(asyncio.get_running_loop(), None)
-            self._latest = None
-        if link is not None:
-            await link.engine.close()
-
-
-class _Link:
-    """An event loop, its engine, and its desk once the engine is open."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
-        self.loop = loop
-        self.engine = engine
-        self.submitter: Submitter | None = None
-        self._opening = asyncio.Lock()
-
-    async def open(self) -> None:
-        async with self._opening:
-            if self.submitter is None:
-                await self.engine.open()
-                self.submitter = Submitter(self.engine)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _checked_retry(retry: Retry) -> Retry:
@@ -330,9 +256,8 @@ def _on_exhausted(value: OnExhausted | str) -> OnExhausted:
         raise InvalidOption(f"on_exhausted must be dead_letter or suspend, not {value!r}") from exc
 
 
-def _exception_types(given: ExceptionTypes, what: str) -> tuple[type[BaseException], ...]:
+def _exception_types(given: object, what: str) -> tuple[type[BaseException], ...]:
     types = given if isinstance(given, tuple) else (given,)
-    item: object
     for item in types:
         if not (isinstance(item, type) and issubclass(item, BaseException)):
             raise InvalidOption(f"{what} takes exception types, not {item!r}")

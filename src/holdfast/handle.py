@@ -106,5 +106,6 @@ class Job(Generic[R]):
 
 
 def _ended(error: type[JobFailed], view: JobView) -> JobFailed:
-    failure = view.failure
-    return error(view.job_id, view.state, failure and failure.code, failure and failure.message)
+    if (failure := view.failure) is None:
+        return error(view.job_id, view.state, None, None)
+    return error(view.job_id, view.state, failure.code, failure.message)

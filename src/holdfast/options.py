@@ -102,7 +102,7 @@ def check_name(name: object, what: str) -> str:
     return name
 
 
-def parse_priority(value: Priority | str | int) -> Priority:
+def parse_priority(value: object) -> Priority:
     """`Priority.HIGH`, "high" or 0."""
     if isinstance(value, str):
         found = Priority.__members__.get(value.upper())
@@ -119,7 +119,7 @@ def _or(given: str | None, default: str) -> str:
     return default if given is None else given
 
 
-def _text(text: str | None, what: str) -> str:
+def _text(text: object, what: str) -> str:
     """A key or a trace id: any text, not empty, not too long. None given: empty."""
     if text is None:
         return ""
@@ -127,10 +127,20 @@ def _text(text: str | None, what: str) -> str:
         raise InvalidOption(f"{what} must be a text that is not empty, got {text!r}")
     if len(text) > _KEY_LIMIT:
         raise InvalidOption(f"{what} has {len(text)} characters, the limit is {_KEY_LIMIT}")
+    if "\x00" in text or not _is_unicode(text):
+        raise InvalidOption(f"{what} {text!r} must have no zero bytes and no half characters (lone surrogates)")
     return text
 
 
-def _instant_ms(run_at: datetime) -> int:
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _instant_ms(run_at: object) -> int:
     if not isinstance(run_at, datetime):
         raise InvalidOption(f"run_at must be a datetime, not {run_at!r}")
     if run_at.tzinfo is None or run_at.utcoffset() is None:
@@ -139,7 +149,7 @@ def _instant_ms(run_at: datetime) -> int:
     return max(1, to_ms(run_at - _EPOCH))
 
 
-def _context(context: Mapping[str, Any] | None, limit: int) -> dict[str, Any] | None:
+def _context(context: object, limit: int) -> dict[str, Any] | None:
     if context is None:
         return None
     if not isinstance(context, Mapping) or not all(isinstance(key, str) for key in context):

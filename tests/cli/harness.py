@@ -22,7 +22,7 @@ from holdfast.engine.factory import build_engine
 T = TypeVar("T")
 
 #: Python, imports and a slow machine; what the tests wait for themselves has its own deadline.
-PATIENCE_S: Final = 40
+PATIENCE_S: Final = 60
 SOURCE: Final = Path(holdfast.__file__).resolve().parent.parent
 EXAMPLES: Final = SOURCE.parent / "examples"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -14,6 +15,22 @@ from holdfast.cli.main import app
 from tests.cli.harness import SOURCE
 from tools import gen_docs
 from tools.cli_reference import examples, walk
+
+#: A call in a code block, indented or fenced, up to a comment.
+_CALL = re.compile(r"^(holdfast .*?)(?:\s{2,}#.*)?$", re.MULTILINE)
+_CODE = re.compile(r"^```sh\n(.*?)^```$|^ {4}([^\n]*)$", re.MULTILINE | re.DOTALL)
+
+
+def calls_in_the_docs() -> list[tuple[str, str]]:
+    """Every call of the program in README and docs, with its page."""
+    pages = [SOURCE.parent / "README.md", *sorted((SOURCE.parent / "docs").rglob("*.md"))]
+    return [
+        (page.name, call)
+        for page in pages
+        for fenced, indented in _CODE.findall(page.read_text(encoding="utf-8"))
+        for call in _CALL.findall(fenced or indented)
+    ]
+
 
 ROOT = typer.main.get_command(app)
 COMMANDS = dict(walk(ROOT, "holdfast"))
@@ -49,13 +66,23 @@ def test_help_has_a_text_and_examples(path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(WANTED))
 def test_the_examples_parse(path: str) -> None:
-    """Each example up to its first shell operator is a call that the parser takes."""
     own = [example for example in examples(COMMANDS[path]) if example.startswith(path)]
     assert own
     for example in own:
-        words = shlex.split(example)
-        end = next((place for place, word in enumerate(words) if word in ("|", "<", "&&")), len(words))
-        COMMANDS[path].make_context(path, words[len(path.split()) : end]).close()
+        parse(example)
+
+
+@pytest.mark.parametrize(("page", "call"), calls_in_the_docs())
+def test_the_calls_in_the_docs_parse(page: str, call: str) -> None:
+    parse(call)
+
+
+def parse(call: str) -> None:
+    """A call, up to its first shell operator, is one that the parser takes."""
+    words = shlex.split(call)
+    end = next((place for place, word in enumerate(words) if word in ("|", "<", "&&")), len(words))
+    path = next(" ".join(words[:length]) for length in (2, 3) if " ".join(words[:length]) in COMMANDS)
+    COMMANDS[path].make_context(path, words[len(path.split()) : end]).close()
 
 
 @pytest.mark.parametrize("path", sorted(WANTED))

@@ -61,6 +61,27 @@ def test_doctor_names_a_redis_that_may_forget(careless: RedisServer) -> None:
     assert "noeviction" in shown
 
 
+def test_a_worker_warns_of_a_redis_that_may_forget(careless: RedisServer, shell: Shell) -> None:
+    at = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": careless.url})
+    with at.start("worker", "sample.py:app") as worker:
+        worker.wait_log("maxmemory-policy allkeys-lru")
+        worker.wait_log("append-only file is off")
+        assert worker.end() == 0
+
+
+def test_a_worker_works_on_a_redis_that_does_not_let_it_ask(careless: RedisServer, shell: Shell) -> None:
+    with redis.Redis.from_url(careless.url) as client:
+        client.acl_setuser(
+            "default", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-config"]
+        )
+    at = Shell(shell.folder, shell.environment | {"HOLDFAST_URL": careless.url})
+    with at.start("worker", "sample.py:app") as worker:
+        worker.wait_log("started")
+        assert at.run("submit", "add", "[1]", "--wait", "30").stdout == "2\n"
+        assert worker.end() == 0
+    assert "CONFIG is hidden" in run("doctor", "--url", careless.url, code=1).stdout
+
+
 def test_doctor_is_content_with_a_careful_redis(careful: RedisServer) -> None:
     found = findings(secret_url(careful), 0)
     assert {"holdfast", "clock"} <= {finding["check"] for finding in found}
@@ -85,6 +106,7 @@ def test_the_same_commands_work_on_redis(careful: RedisServer, shell: Shell) -> 
     at.run("jobs", "cancel", queued, code=4)
     assert at.json("queues", "list", "--queue", "default")[0]["states"]["queued"] == 0
     assert PASSWORD not in worker.log.read_text()
+    assert '"level":"warning"' not in worker.log.read_text()
     assert "***" in worker.log.read_text()
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from holdfast.cli.exits import ExitCode, exit_code, report
-from holdfast.cli.format import as_json, instant, iso, job_document, shorten, span
+from holdfast.cli.format import as_json, instant, iso, job_document, priority_name, shorten, span
 from holdfast.cli.logs import JsonLines
+from holdfast.cli.lookup import actor
 from holdfast.cli.parse import duration, moment, payload
 from holdfast.cli.redact import redact
+from holdfast.cli.stage import show_events
 from holdfast.cli.timeline import timeline
-from holdfast.core.job import EMPTY_META, Attempt, Failure, JobView, Meta
+from holdfast.core.job import EMPTY_META, Attempt, Event, Failure, JobView, Meta
 from holdfast.core.states import State
 from holdfast.errors import (
     EngineUnavailable,
@@ -209,3 +212,39 @@ def test_a_job_for_programs_keeps_its_numbers() -> None:
     assert bytes(document["payload"]) == b'{"n": 12345678901234567890}'
     assert document["idempotency_key"] == "j1"
     assert as_json(b"\xff no json") == "\ufffd no json"
+
+
+def test_a_job_that_succeeded_without_a_history_has_a_short_timeline() -> None:
+    told = timeline(view(State.SUCCEEDED, attempt=1, finished_at_ms=1_500, idempotency_key="order-7"))
+    assert [moment.what for moment in told] == ["created", "succeeded"]
+    assert told[0].detail == "task t, queue q, key order-7"
+
+
+def test_lines_without_a_name_keep_their_number() -> None:
+    assert [priority_name(number) for number in (0, 1, 2, 7)] == ["high", "normal", "low", "7"]
+
+
+def test_a_log_line_has_the_stack_of_an_exception() -> None:
+    try:
+        raise ValueError("at redis://u:pw@h")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "broke", (), sys.exc_info())
+    line = json.loads(JsonLines().format(record))
+    assert "ValueError: at redis://u:***@h" in line["stack"]
+
+
+def test_without_a_user_name_the_actor_is_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> str:
+        raise OSError("no user name")
+
+    assert actor().startswith("cli:")
+    monkeypatch.setattr("getpass.getuser", nobody)
+    assert actor() == "cli"
+
+
+def test_a_flood_is_counted_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    flood = [Event(type="task.created", job_id=str(number), at_ms=1_000) for number in range(41)]
+    show_events([(event, "add") for event in flood])
+    assert capsys.readouterr().out == "1970-01-01 00:00:01.000Z 41 × task.created\n"
+    show_events([(flood[0], "add")])
+    assert "add           task.created" in capsys.readouterr().out

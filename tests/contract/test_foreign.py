@@ -225,16 +225,7 @@ MALFORMED: dict[str, dict[Any, Any]] = {
     "max_retries is no number": {**WELL_FORMED, "max_retries": "many"},
     "max_retries is negative": {**WELL_FORMED, "max_retries": "-1"},
     "context is no object": {**WELL_FORMED, "context": "[1]"},
-    "forged marker": {"holdfast": "1 queued 0 0 0", "task_id": "j1"},
-    "forged message": {
-        "holdfast": "1 queued x y z", "task_id": "j1", "type": "print", "payload": "{}", "tenant_id": "acme",
-        "idempotency_key": "k", "trace_id": "", "meta": "",
-    },
-    "forged meta": {
-        "holdfast": "1 queued 0 0 0", "task_id": "j1", "type": "print", "payload": "{}", "tenant_id": "acme",
-        "idempotency_key": "k", "trace_id": "", "meta": "{",
-    },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED.keys())
@@ -261,6 +252,37 @@ async def test_a_malformed_message_is_a_dead_letter_at_once(foreigner: Foreigner
     assert ids(await foreigner.rig.claim_due("w2")) == [good]
     assert await foreigner.rig.story("j1") == ["task.created", "task.dlq_pending", "task.dlq", "task.failed"]
     check_history(await foreigner.rig.events())
+
+
+FORGED: dict[str, dict[Any, Any]] = {
+    "forged marker": {"holdfast": "1 queued 0 0 0", "task_id": "j1"},
+    "forged message": {
+        "holdfast": "1 queued x y z", "task_id": "j1", "type": "print", "payload": "{}", "tenant_id": "acme",
+        "idempotency_key": "k", "trace_id": "", "meta": "",
+    },
+    "forged meta": {
+        "holdfast": "1 queued 0 0 0", "task_id": "j1", "type": "print", "payload": "{}", "tenant_id": "acme",
+        "idempotency_key": "k", "trace_id": "", "meta": "{",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
+async def test_a_message_that_only_pretends_to_be_ours_ends_too(foreigner: Foreigner, fields: dict[Any, Any]) -> None:
+    """Whoever forges the marker breaks the protocol; the line goes on all the same."""
+    await foreigner.write(fields)
+    good = await foreigner.rig.submit_one()
+    (claim,) = await foreigner.rig.claim()
+    assert claim.job_id == good
+    (dead,) = await foreigner.dead_letters()
+    assert dead["error_code"] == MESSAGE_MALFORMED
+    assert json.loads(dead["payload"])["task_id"] == "j1"
+    assert await foreigner.rig.state(dead["task_id"]) is State.FAILED
+    await foreigner.rig.succeed(claim)
+    await foreigner.rig.lose_leases()
+    assert await foreigner.rig.claim_due("w2") == []
+    assert await foreigner.rig.entries(), "the feed can still be read"
+    await foreigner.nothing_is_left()
 
 
 NO_ID: dict[str, dict[Any, Any]] = {

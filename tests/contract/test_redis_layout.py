@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.job import Priority
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, DeadLetter, RetryLater, Suspend
+from holdfast.core.verdict import Answer, DeadLetter, RetryLater, Suspend, Verdict
 from holdfast.engine.port import EngineOptions, RetryVia
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import Names
@@ -41,7 +41,7 @@ async def test_every_name_can_be_set(redis_harness: RedisHarness, namespace: str
         claims = [await rig.start_one() for _ in range(4)]
         (group,) = [g for g in await redis.xinfo_groups(f"{namespace}:queue:tasks") if g["name"] == b"ingest-workers"]
         assert group["pending"] == 4
-        verdicts = (DeadLetter(FAILURE), RetryLater(60_000, FAILURE), Suspend(FAILURE))
+        verdicts: list[Verdict] = [DeadLetter(FAILURE), RetryLater(60_000, FAILURE), Suspend(FAILURE)]
         for claim, verdict in zip(claims, verdicts, strict=False):
             await rig.settle(claim, verdict)
         assert await redis.xlen(f"{namespace}:queue:tasks") == 1

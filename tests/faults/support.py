@@ -22,6 +22,7 @@ import holdfast
 from holdfast import Holdfast, State
 from holdfast.core.job import Event, JobView
 from holdfast.core.states import FINAL
+from holdfast.errors import EngineUnavailable
 from holdfast.testing.history import History, check_history
 from tests.faults import sample
 
@@ -38,6 +39,7 @@ SETTINGS: Final[Mapping[str, Any]] = {
     "connect_timeout_s": 2.0,
     "reply_timeout_s": 2.0,
     "feed_limit": 1_000_000,
+    "drain_grace_s": 5.0,
 }
 
 
@@ -204,7 +206,11 @@ class Site:
         wanted = list(job_ids)
 
         async def look() -> list[JobView] | None:
-            views = await self.views(wanted)
+            try:
+                views = await self.views(wanted)
+            except EngineUnavailable:
+                # The store has just come back; our own connection to it may not know yet.
+                return None
             final = [view for view in views if view is not None and view.state in FINAL]
             return final if len(final) == len(wanted) else None
 

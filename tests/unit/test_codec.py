@@ -171,16 +171,15 @@ def test_a_payload_that_does_not_fit_says_where(payload: bytes, said: str) -> No
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
-        ((), {}),
-        (("one",), {}),
-        ((1, 2), {}),
-        ((1,), {"a": 1}),
-        ((), {"b": 1}),
-        ((object(),), {}),
-        (({1, 2, 3},), {}),
-        ((float("nan"),), {}),
+        pytest.param((), {}, id="missing"),
+        pytest.param(("one",), {}, id="wrong type"),
+        pytest.param((1, 2), {}, id="too many"),
+        pytest.param((1,), {"a": 1}, id="twice"),
+        pytest.param((), {"b": 1}, id="unknown"),
+        pytest.param((object(),), {}, id="no json"),
+        pytest.param(({1, 2, 3},), {}, id="a set"),
+        pytest.param((float("nan"),), {}, id="not a number"),
     ],
-    ids=str,
 )
 def test_a_wrong_call_fails_at_the_caller_not_in_the_worker(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     def task(a: int) -> None: ...
@@ -265,7 +264,9 @@ def test_a_result_that_no_longer_fits_its_annotation_is_still_readable() -> None
     assert arguments(task).decode_result(b'{"was":"something else"}') == {"was": "something else"}
 
 
-@pytest.mark.parametrize("result", [object(), {1: object()}, b"\xff".decode("latin1").encode, {(1, 2): 3}], ids=str)
+@pytest.mark.parametrize(
+    "result", [object(), {"a": [object()]}, "text".encode, {(1, 2): 3}], ids=["object", "nested", "method", "tuple key"]
+)
 def test_a_result_that_is_no_json_is_named(result: Any) -> None:
     with pytest.raises(InvalidPayload, match="the result of task 't'"):
         encode_json(result, "the result of task 't'")

@@ -128,6 +128,9 @@ def test_only_quick_jobs_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> N
         now += 0.005
         done += 150
     assert 290 <= rate.ahead(done) <= 300
+    for _ in range(30):  # and a store that takes 5 ms to answer
+        rate.took(0.005)
+    assert 435 <= rate.ahead(done) <= 450
     for _ in range(30):  # more than a batch in 10 ms
         now += 0.005
         done += 1_000

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +18,8 @@ from holdfast.cli.signals import on_signals
 from holdfast.worker.supervisor import Supervisor
 
 _log: Final = logging.getLogger("holdfast.cli")
+
+_LOOK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +48,35 @@ class WorkerCall:
         words += [word for queue in self.queues or [] for word in ("--queue", queue)]
         words += [] if self.upkeep else ["--no-upkeep"]
         words += ["--log-json"] if self.log_json else []
-        return [sys.executable, "-m", "holdfast", "worker", self.app, *words]
+        return [sys.executable, "-m", "holdfast", "worker", self.app, *words, "--supervisor", str(os.getpid())]
 
 
 async def supervise(app: Holdfast, call: WorkerCall, processes: int) -> None:
     """Run them until told to stop. An app or engine that is not there is told here, once."""
-    async with app:
-        _log.info("supervisor started %d worker processes on %s", processes, redact(app.settings.url))
+    await app.open()
+    await app.close()
     supervisor = Supervisor(call.words(), processes, app.settings.drain_grace_s)
     with on_signals(supervisor.stop):
+        _log.info("supervisor started: %d worker processes on %s", processes, redact(app.settings.url))
         await supervisor.run()
     _log.info("all worker processes have ended")
+
+
+@asynccontextmanager
+async def under(supervisor: int | None, drain: Callable[[], None]) -> AsyncIterator[None]:
+    """While the block runs: drain if the supervisor dies, since nobody could end this process any more."""
+    if supervisor is None:
+        yield
+        return
+    watching = asyncio.create_task(_drain_when_orphaned(supervisor, drain))
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+async def _drain_when_orphaned(supervisor: int, drain: Callable[[], None]) -> None:
+    while os.getppid() == supervisor:  # noqa: ASYNC110 - nothing tells a process that its parent has died
+        await asyncio.sleep(_LOOK_S)
+    _log.error("the supervisor (process %d) is gone; draining", supervisor)
+    drain()

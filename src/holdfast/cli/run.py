@@ -10,13 +10,14 @@ import typer
 
 from holdfast.app import Holdfast
 from holdfast.cli.command import Connection, command
-from holdfast.cli.fleet import WorkerCall, supervise
+from holdfast.cli.fleet import WorkerCall, supervise, under
 from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import note
 from holdfast.cli.redact import redact
 from holdfast.cli.signals import on_signals
 from holdfast.cli.stage import Stage
 from holdfast.core.job import DEFAULT_QUEUE
+from holdfast.errors import EngineUnavailable
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.worker import Worker
 
@@ -91,11 +92,12 @@ async def dev(
     async with at.app(app) as holdfast:
         queues = _queues(holdfast, queue)
         worker = Worker(holdfast, queues=queues, concurrency=concurrency)
-        note(f"holdfast dev · {redact(holdfast.settings.url)} · queues {', '.join(queues)}")
-        note(f"tasks: {', '.join(sorted(holdfast.tasks)) or 'none'}")
-        note("ready; submit from your code or with `holdfast submit`, Ctrl-C ends")
-        async with Stage(holdfast.engine, queues):
-            with on_signals(worker.drain):
+        with on_signals(worker.drain):
+            note(f"holdfast dev · {redact(holdfast.settings.url)} · queues {', '.join(queues)}")
+            note(f"tasks: {', '.join(sorted(holdfast.tasks)) or 'none'}")
+            note("ready; submit from your code or with `holdfast submit`, Ctrl-C ends")
+            await _warn(holdfast, queues)
+            async with Stage(holdfast.engine, queues):
                 await worker.run()
         note("drained; nothing is lost, open jobs wait for the next start")
 
@@ -114,6 +116,9 @@ async def worker(
     ] = None,
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
+    supervisor: Annotated[
+        int | None, typer.Option(hidden=True, help="The process that started this one for --processes.")
+    ] = None,
 ) -> None:
     """Work on jobs until told to stop.
 
@@ -138,9 +143,11 @@ async def worker(
     async with holdfast:
         queues = _queues(holdfast, queue)
         work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
-        _announce(holdfast, work, queues)
         with on_signals(work.drain):
-            ended = await work.run()
+            _announce(holdfast, work, queues)
+            await _warn(holdfast, queues)
+            async with under(supervisor, work.drain):
+                ended = await work.run()
     _log.info("worker %s ended: %s", work.incarnation, ended, extra={"incarnation": work.incarnation})
 
 
@@ -169,8 +176,8 @@ async def upkeep(
     async with holdfast:
         queues = _queues(holdfast, queue) if app or queue else []
         keeper = Upkeep(holdfast.engine, queues, holdfast.settings)
-        _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
         with on_signals(keeper.stop):
+            _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
             await keeper.run()
     _log.info("upkeep ended")
 
@@ -197,3 +204,18 @@ def _announce(app: Holdfast, worker: Worker, queues: list[str]) -> None:
         ", ".join(sorted(app.tasks)) or "none",
         extra=facts,
     )
+
+
+async def _warn(app: Holdfast, queues: list[str]) -> None:
+    """Say at the start if the store may forget (requirement Q11). A file on this machine is left to the doctor."""
+    if app.settings.url.startswith("sqlite:"):
+        return
+    try:
+        findings = await app.engine.diagnose(queues)
+    except EngineUnavailable as exc:
+        # Some servers do not let us ask; that is no reason not to work.
+        _log.warning("whether the store may forget could not be found out: %s", exc)
+        return
+    for finding in findings:
+        if not finding.ok and not finding.warning:
+            _log.warning("%s: %s; %s", finding.check, finding.message, finding.advice)

@@ -15,7 +15,7 @@ _ENDINGS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at every such signal that comes while the block runs."""
     loop = asyncio.get_running_loop()
-    # What is ignored stays so: nohup means that the terminal may go and the work goes on.
+    # What is ignored stays so: that is what nohup and a shell's background jobs ask for.
     heard = [number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
     for number in heard:
         loop.add_signal_handler(number, stop)

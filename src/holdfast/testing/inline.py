@@ -27,6 +27,7 @@ from holdfast.clock import SystemClock
 from holdfast.core.job import Claim, Envelope, Failure, JobView, Lease, Receipt
 from holdfast.core.states import State, check_move
 from holdfast.core.verdict import (
+    CANCELLED,
     TARGETS,
     DeadLetter,
     Outcome,
@@ -131,7 +132,7 @@ class InlineDesk(Desk):
         view = self._views.get((queue, job_id))
         if view is None:
             raise UnknownJob(job_id)
-        failure = Failure("CANCELLED", f"{actor}: {reason}")
+        failure = Failure(CANCELLED, f"{actor}: {reason}")
         self._move(view, State.CANCELLED, failure=failure, finished_at_ms=self._clock.now_ms())
 
     def _fresh(self, envelope: Envelope) -> JobView:

@@ -141,8 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(seat=seats, limit=st.integers(1, 4), lost=st.booleans())
     def claim(self, seat: str, limit: int, lost: bool) -> None:
-        ready = self.model.ready()
-        allowed = ready | self.model.due(in_pending=False)
+        ready, allowed = self.model.ready(), self.model.claimable()
         claims = self._run(self.engine.claim(self._worker(seat), [self.queue], limit, 0))
         given = {claim.job_id for claim in claims}
         assert given <= allowed, f"{given - allowed} may not run"
@@ -240,7 +239,8 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def every_job_is_where_it_should_be(self) -> None:
         expected = {
-            job.job_id: self._seen_as(job.state, job.lease and job.lease.worker) for job in self.model.jobs.values()
+            job.job_id: self._seen_as(job.state, job.lease.worker if job.lease else "")
+            for job in self.model.jobs.values()
         }
         views = self._run(self.engine.get(self.queue, list(expected)))
         assert {view.job_id: self._seen_as(view.state, view.worker) for view in views if view} == expected
@@ -294,7 +294,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _settle(self, settlements: list[Settlement]) -> None:
         answers = self._run(self.engine.settle(settlements))
         assert len(answers) == len(settlements)
-        # Asked about an old attempt and the next one of the same job at once, an engine may look before it writes or after.
+        # Asked about two attempts of one job at once, an engine may look at the older one before or after it writes.
         repeats = {each.claim.lease.token for each in settlements if self.model.was_settled(each.claim)}
         for settlement, answer in zip(settlements, answers, strict=True):
             expected = self.model.settle(settlement.claim, settlement.verdict)
@@ -306,8 +306,8 @@ class EngineMachine(RuleBasedStateMachine):
     def _move(self, job_id: str, to: State) -> Coroutine[Any, Any, State]:
         return self.engine.move(self.queue, job_id, to, actor="ann", reason="clearing up")
 
-    def _seen_as(self, state: State, worker: str | None) -> tuple[State, str]:
-        return state, (worker or "") if state is State.RUNNING else ""
+    def _seen_as(self, state: State, worker: str) -> tuple[State, str]:
+        return state, worker if state is State.RUNNING else ""
 
     def _events(self) -> list[Event]:
         events: list[Event] = []

@@ -46,10 +46,13 @@ class ModelJob:
     expires_at: int = 0
     #: While it waits: when it may run.
     due_at: int | None = None
-    #: It was due when somebody claimed: an engine may have put it in line on that occasion.
-    noticed: bool = False
+    #: It has a due time, but an engine may have put it in line: it was due when somebody claimed, or an operator
+    #: woke it from its sleep.
+    perhaps_in_line: bool = False
     #: What its submitter asked for; no operator makes it run earlier.
     run_at: int = 0
+    #: What it asked for itself when it gave its worker back.
+    asleep_until: int = 0
     #: An operator took it from its worker: whether that attempt, or its lost leases, count is the engine's choice.
     taken_back: bool = False
     #: The token of the last settlement that was applied.
@@ -95,6 +98,11 @@ class Model:
     def ready(self) -> set[str]:
         return {job.job_id for job in self.jobs.values() if job.in_line}
 
+    def claimable(self) -> set[str]:
+        """What a claim may give, and need not."""
+        perhaps = {job.job_id for job in self.jobs.values() if job.perhaps_in_line}
+        return self.ready() | self.due(in_pending=False) | perhaps
+
     def waiting(self, *, in_pending: bool) -> list[ModelJob]:
         """Jobs with a due time; retries of a `pending` queue apart from the rest."""
         return [
@@ -108,13 +116,13 @@ class Model:
 
     def notice(self) -> None:
         for job_id in self.due(in_pending=False):
-            self.jobs[job_id].noticed = True
+            self.jobs[job_id].perhaps_in_line = True
 
     def promote(self, count: int) -> None:
         due = [self.jobs[job_id] for job_id in self.due(in_pending=False)]
-        assert sum(not job.noticed for job in due) <= count <= len(due)
+        assert sum(not job.perhaps_in_line for job in due) <= count <= len(due)
         for job in due:
-            job.due_at, job.noticed = None, False
+            job.due_at, job.perhaps_in_line = None, False
 
     def start(self, claim: Claim) -> None:
         """A ready or due job was claimed."""
@@ -166,7 +174,8 @@ class Model:
                 job.due_at = self.now + delay_ms
                 job.retry_count += counts
             case Release(delay_ms=delay_ms, started=started):
-                job.due_at = self.now + delay_ms if delay_ms else None
+                job.asleep_until = self.now + delay_ms
+                job.due_at = job.asleep_until if delay_ms else None
                 job.attempt -= not started
             case DeadLetter():
                 self._bury(job)
@@ -187,9 +196,10 @@ class Model:
         job = self.jobs[job_id]
         came_from, job.state = job.state, to
         job.taken_back = job.taken_back or came_from is State.RUNNING
-        job.lease = job.due_at = None
-        if to is State.QUEUED and job.run_at > self.now:
-            job.due_at = job.run_at
+        job.lease, job.due_at, job.perhaps_in_line = None, None, False
+        if to is State.QUEUED and max(job.run_at, job.asleep_until) > self.now:
+            job.due_at = max(job.run_at, job.asleep_until)
+            job.perhaps_in_line = job.run_at <= self.now
         if came_from is State.SUSPENDED and to is State.QUEUED:
             job.retry_count = 0
             job.taken_back = job.taken_back or job.lost_leases > 0
@@ -205,7 +215,7 @@ class Model:
         assert claim.payload == job.envelope.payload
         assert claim.tenant_id == job.envelope.tenant_id
         job.state, job.attempt = State.RUNNING, claim.attempt
-        job.due_at, job.noticed, job.taken_back = None, False, False
+        job.due_at, job.perhaps_in_line, job.taken_back, job.asleep_until = None, False, False, 0
         job.lease, job.expires_at = claim.lease, self.now + VISIBILITY_MS
 
     def _bury(self, job: ModelJob) -> None:

@@ -58,6 +58,10 @@ class Children:
                     if fresh or child.started:
                         return process_died(exit_code)
                     # It had died at rest: that is not this job's doing.
+                except GeneratorExit:
+                    # Thrown away: there is no waiting any more.
+                    child.kill()
+                    raise
                 except BaseException:
                     # Dead before the verdict is given: the next attempt must not meet it.
                     await self._bury(child)

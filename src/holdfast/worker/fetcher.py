@@ -3,8 +3,8 @@
 One loop does all three, one after the other, so that no lease can reach the runner twice: after a lost
 reply `engine.resume` is asked for what the engine says we hold, while no other claim is on its way.
 
-Room is `concurrency` and a little more: what will be done within 10 ms at the rate measured just now.
-For tasks that take longer than that it is nothing, for no-ops a few hundred, and nobody has to tune it.
+Room is `concurrency` and a little more: what will be done within 10 ms, and while a claim is on its way, at
+the rate measured just now. For slow tasks that is nothing, for no-ops a few hundred, and nobody has to tune it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _STALE_S: Final = 10.0
 
 _AHEAD_S: Final = 0.010
 _RATE_SPAN_S: Final = 0.020
+#: A store that is slower than this gets no more claimed ahead for it.
+_MAX_CLAIM_S: Final = 0.050
 #: Even with an interval of 0 the engine is not asked more often than this.
 _MIN_RECLAIM_S: Final = 0.02
 
@@ -119,8 +121,12 @@ class Fetcher:
             limit = self._space()
         self._ticked_at = time.monotonic()
         if limit > 0:
+            began = time.monotonic()
             claims = await self._engine.claim(self._worker, self._queues, limit, self._wait_ms())
             if claims:
+                if len(claims) == limit:
+                    # A full batch did not wait for jobs: that is what the way to the store and back takes.
+                    self._rate.took(time.monotonic() - began)
                 self._take(claims)
 
     async def _wait_for_room(self) -> int:
@@ -129,7 +135,7 @@ class Fetcher:
         while True:
             ahead = self._rate.ahead(runner.finished)
             capacity = runner.concurrency + ahead
-            worthwhile = max(1, min(ahead, capacity // 4))
+            worthwhile = max(1, min(ahead, capacity // 4, self._left()))
             if (space := min(capacity - runner.load, self._left())) >= worthwhile:
                 return min(space, MAX_BATCH)
             self._room.clear()
@@ -183,22 +189,27 @@ class Fetcher:
 
 
 class Rate:
-    """Jobs done per second, weighted towards the last 20 ms."""
+    """Jobs done per second, weighted towards the last 20 ms, and how long a claim takes."""
 
     def __init__(self) -> None:
         self._per_s = 0.0
+        self._claim_s = 0.0
         self._done = 0
         self._at = time.monotonic()
 
     def ahead(self, done: int) -> int:
-        """How many jobs will be done within 10 ms, `done` being the total so far."""
+        """How many jobs will be done until more can be here, `done` being the total so far."""
         now = time.monotonic()
         span_s = now - self._at
         if span_s > 0.001:
             weight = 1 - math.exp(-span_s / _RATE_SPAN_S)
             self._per_s += weight * ((done - self._done) / span_s - self._per_s)
             self._done, self._at = done, now
-        return min(MAX_BATCH, int(self._per_s * _AHEAD_S))
+        return min(MAX_BATCH, int(self._per_s * (_AHEAD_S + self._claim_s)))
+
+    def took(self, seconds: float) -> None:
+        """A claim came back after so long."""
+        self._claim_s += 0.2 * (min(seconds, _MAX_CLAIM_S) - self._claim_s)
 
     def forget(self) -> None:
         """Begin again from nothing."""

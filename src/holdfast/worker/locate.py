@@ -41,8 +41,9 @@ def locate(plan: Plan) -> Place:
         )
     file = getattr(module, "__file__", None) or ""
     if name == "__main__":
+        # Started with `-m` it has its real name here; a script has none.
         spec = getattr(module, "__spec__", None)
-        return Place("" if spec is None else spec.name, file, plan.name)
+        return Place("" if spec is None or spec.name == name else spec.name, file, plan.name)
     return Place(name, file, plan.name)
 
 

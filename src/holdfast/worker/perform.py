@@ -17,16 +17,13 @@ from holdfast.worker.plan import Plan
 
 
 async def perform(plan: Plan, claim: Claim, context: Context | None) -> Outcome:
-    """Run an `async def`. Also a cancellation, `SystemExit` or `KeyboardInterrupt` is just an outcome here."""
+    """Run an `async def`. Whatever it raises, `SystemExit` and cancellation included, is an outcome."""
     try:
         arguments = plan.bind(claim, context)
     except Exception as exc:  # noqa: BLE001 - decoding calls the user's validators
         return misfit(exc)
     try:
         value = await plan.function(**arguments)
-    except GeneratorExit:
-        # The coroutine is being thrown away: nobody is left to take an outcome.
-        raise
     except BaseException as exc:  # noqa: BLE001 - the user's code
         return raised(exc, plan.policy)
     return _returned(plan, value)

@@ -145,6 +145,7 @@ class Runner:
         try:
             outcome = await perform(run.plan, run.claim, run.context)
         except GeneratorExit:
+            # Thrown away (a task that raises this itself comes back as an outcome): judged already.
             self._free(run)
             raise
         self._finish(run, outcome)
@@ -163,9 +164,6 @@ class Runner:
         run.begun = True
         try:
             outcome = await self._children.perform(run.plan, run.claim, lambda: self._arm(run))
-        except GeneratorExit:
-            self._free(run)
-            raise
         except BaseException as exc:  # noqa: BLE001 - cancelled by `stop`, or no child can be had
             outcome = raised(exc, run.plan.policy)
         self._finish(run, outcome)

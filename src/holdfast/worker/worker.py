@@ -27,6 +27,7 @@ from holdfast.settings import Settings
 from holdfast.upkeep.loop import Queues
 from holdfast.upkeep.promoter import Promoter
 from holdfast.upkeep.pruner import Pruner
+from holdfast.worker.ending import Ending
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.locate import locate
 from holdfast.worker.memory import resident_bytes
@@ -39,9 +40,6 @@ from holdfast.worker.settler import Settler
 _log: Final = logging.getLogger("holdfast.worker")
 
 _HOUSEKEEPING_S: Final = 1.0
-_DRAIN_LOOK_S: Final = 0.01
-#: How long a drained worker waits for a store that is away before it leaves its leases to run out.
-_LAST_WORD_S: Final = 5.0
 
 
 class Ended(StrEnum):
@@ -206,10 +204,11 @@ class Worker(Listener):
         finally:
             self._draining.set()
             await _end([fetching, *helpers])
-            await self._finish(runner, fetcher, settler)
+            ending = Ending(self._held, self._app.settings, self._hurrying, self._cancel_grace_s)
+            await ending.finish(runner, fetcher, settler)
             await renewer.stop()
             await runner.close()
-            await self._leave(engine)
+            await ending.leave(engine, self.incarnation, self._queues)
         return self._ended
 
     def _start_upkeep(self, engine: Engine) -> list[asyncio.Task[None]]:
@@ -218,40 +217,6 @@ class Worker(Listener):
         queues = Queues(engine, self._queues)
         self._promoter = Promoter(engine, queues)
         return [asyncio.create_task(self._promoter.run()), asyncio.create_task(Pruner(engine, queues).run())]
-
-    async def _finish(self, runner: Runner, fetcher: Fetcher, settler: Settler) -> None:
-        """Give back what has not started, let the rest finish within the grace time, settle everything."""
-        runner.refuse()
-        try:
-            # The claim that was cancelled may have been answered: those leases are ours, give them back.
-            async with asyncio.timeout(_LAST_WORD_S):
-                await fetcher.recover_lost()
-        except (EngineUnavailable, TimeoutError) as exc:
-            _log.warning("claims on their way are left to run out: %s", exc)
-        await self._until_judged(self._app.settings.drain_grace_s, self._hurrying)
-        runner.stop_all(Stop.DRAIN)
-        await self._until_judged(self._cancel_grace_s + 1, None)
-        if not await settler.flush(_LAST_WORD_S if self._hurrying.is_set() else self._patience_s()):
-            _log.error("%d verdicts were not answered; their jobs will run again", settler.abandon())
-
-    async def _until_judged(self, seconds: float, cut_short: asyncio.Event | None) -> None:
-        deadline = asyncio.get_running_loop().time() + seconds
-        while any(not run.judged for run in self._held):
-            left_s = deadline - asyncio.get_running_loop().time()
-            if left_s <= 0 or (cut_short is not None and cut_short.is_set()):
-                return
-            await asyncio.sleep(min(_DRAIN_LOOK_S, left_s))
-
-    def _patience_s(self) -> float:
-        # After this the leases are gone, and others run these jobs anyway.
-        return self._app.settings.visibility_timeout_s + _LAST_WORD_S
-
-    async def _leave(self, engine: Engine) -> None:
-        try:
-            async with asyncio.timeout(_LAST_WORD_S):
-                await engine.leave(self.incarnation, self._queues)
-        except (EngineUnavailable, TimeoutError) as exc:
-            _log.warning("the worker could not take leave of the engine: %s", exc)
 
     async def _housekeep(self) -> None:
         while not self._has_had_enough():

@@ -11,6 +11,7 @@ from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import Lane, ScriptError
 from holdfast.engine.redis.keys import PARKING
 from holdfast.engine.redis.store import Store
+from holdfast.errors import EngineUnavailable
 
 _OLDEST_TESTED: Final = (6, 0)
 _MAX_SKEW_MS: Final = 1_000
@@ -43,8 +44,8 @@ class Diagnosis:
     async def _config(self, name: str) -> str | None:
         try:
             reply = await self._store.client.call(Lane.OTHER, b"CONFIG", b"GET", name)
-        except ScriptError:
-            return None  # managed servers hide CONFIG
+        except EngineUnavailable:
+            return None  # managed servers hide CONFIG, or forbid it (NOPERM)
         return reply[1].decode() if reply else None
 
     async def _persistence(self, info: dict[str, str]) -> Finding:

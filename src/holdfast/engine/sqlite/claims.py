@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from holdfast.core.job import Claim, Failure, Lease, read_order
 from holdfast.core.states import State, event_for
 from holdfast.core.verdict import POISON_PILL, Answer, DeadLetter, advance
-from holdfast.engine.port import MAX_BATCH, Promotion
+from holdfast.engine.port import Promotion
 from holdfast.engine.sqlite.journal import Journal
 from holdfast.engine.sqlite.moves import Move, Moves
 from holdfast.engine.sqlite.policy import Policy
@@ -112,6 +112,16 @@ def _start(
     return [row.as_started(queue, worker, now_ms) for row in rows]
 
 
+def resume(transaction: Transaction, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
+    """What this worker holds, beside what it knows of. Lazy, and writes nothing."""
+    claims = [
+        row.as_claim(queue)
+        for queue in queues
+        for row in transaction.rows("leased", WORK_ROWS, queue=queue, worker=worker)
+    ]
+    return [claim for claim in claims if claim.lease.token not in held]
+
+
 def promote(transaction: Transaction, policy: Policy, queues: Sequence[str], limit: int) -> Promotion:
     """Put jobs that are due in line. Lazy."""
     now_ms = policy.clock.now_ms()
@@ -131,13 +141,13 @@ def promote(transaction: Transaction, policy: Policy, queues: Sequence[str], lim
 
 def renew(transaction: Transaction, policy: Policy, leases: Sequence[Lease]) -> list[Lease]:
     """Push deadlines out; the leases that are lost."""
-    ids = json_list([row_of(lease) for lease in leases])
-    rows = {row.id: row for row in transaction.rows("leases", LEASE_ROWS, ids=ids)}
+    ids = [row_of(lease) for lease in leases]
+    rows = {row.id: row for row in transaction.rows("leases", LEASE_ROWS, ids=json_list(ids))}
     lost: list[Lease] = []
     held: dict[int, tuple[Value, ...]] = {}
-    for lease in leases:
-        row = rows.get(row_of(lease))
-        if row is None or row.fence(lease) is not Answer.APPLIED:
+    for lease, row_id in zip(leases, ids, strict=True):
+        row = rows.get(row_id)
+        if row is None or row.fence(lease, lease.token) is not Answer.APPLIED:
             lost.append(lease)
         else:
             held[row.id] = (row.id, row.place, row.deliveries, row.worker)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from os import PathLike, fspath
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -33,22 +33,21 @@ from holdfast.engine.port import (
     QueueStats,
 )
 from holdfast.engine.sqlite import claims, intake, operating, settling, upkeep
+from holdfast.engine.sqlite.batches import all_of, in_order, steps_of
 from holdfast.engine.sqlite.doctor import examine
 from holdfast.engine.sqlite.policy import Policy
-from holdfast.engine.sqlite.rows import CONTROL, EVENT_ROWS, INSTANT, NAMES, VIEW_ROWS, WORK_ROWS, as_entries
+from holdfast.engine.sqlite.rows import CONTROL, EVENT_ROWS, INSTANT, NAMES, VIEW_ROWS, as_entries
 from holdfast.engine.sqlite.store import Place, Store
 from holdfast.engine.sqlite.tally import count_answers
 from holdfast.engine.sqlite.transaction import json_list
 from holdfast.errors import IntakeRefused, TransitionInvalid
 from holdfast.observe.counts import Counts
 
-T = TypeVar("T")
-
 #: How often to look at the engine's clock while a job is known to fall due: it may be a test's.
 _TICK_S: Final = 0.05
 
 _STATS: Final = msgspec.json.Decoder(tuple[list[tuple[State, int]], int, int, int, int])
-_NOTICES: Final = msgspec.json.Decoder(list[tuple[int, str, str, int]])
+_NOTICES: Final = msgspec.json.Decoder(list[tuple[int, str, str, str, int]])
 
 
 class SqliteEngine(Engine):
@@ -93,12 +92,11 @@ class SqliteEngine(Engine):
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         for envelope in envelopes:
             intake.check_envelope(envelope)
-        steps = _steps([envelope.queue for envelope in envelopes])
-        batches = [[envelopes[at] for at in places] for _, places in steps]
-        answers = await _all(self._submit_batch(queue, batch) for (queue, _), batch in zip(steps, batches, strict=True))
-        return _in_order(steps, answers)
+        steps = steps_of([envelope.queue for envelope in envelopes])
+        receipts = all_of(self._submit_step(queue, [envelopes[at] for at in places]) for queue, places in steps)
+        return in_order(steps, await receipts)
 
-    async def _submit_batch(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def _submit_step(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
         try:
             receipts = await self._store.write(intake.submit, self._policy, queue, envelopes)
         except IntakeRefused:
@@ -149,20 +147,16 @@ class SqliteEngine(Engine):
         return 0 < at_ms <= self._policy.clock.now_ms()
 
     async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
-        found: list[Claim] = []
-        for queue in queues:
-            rows = await self._store.reader.rows("leased", WORK_ROWS, queue=queue, worker=worker)
-            found += [row.as_claim(queue) for row in rows]
-        return [claim for claim in found if claim.lease.token not in held]
+        # Through the writer: a claim whose caller gave up may still be under way, and is seen here once it is over.
+        return await self._store.write(claims.resume, worker, list(queues), held, lazy=True)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
-        steps = _steps([settlement.claim.queue for settlement in settlements])
-        batches = [[settlements[at] for at in places] for _, places in steps]
-        answers = _in_order(
+        steps = steps_of([settlement.claim.queue for settlement in settlements])
+        answers = in_order(
             steps,
-            await _all(
-                self._store.write(settling.settle, self._policy, queue, batch)
-                for (queue, _), batch in zip(steps, batches, strict=True)
+            await all_of(
+                self._store.write(settling.settle, self._policy, queue, [settlements[at] for at in places])
+                for queue, places in steps
             ),
         )
         count_answers(self.counts, settlements, answers)
@@ -274,17 +268,18 @@ class SqliteEngine(Engine):
         with self._store.waiters.for_notices(queues) as bell:
             while True:
                 bell.clear()
-                notices = [notice for queue in queues for notice in await self._hear(queue)]
+                notices = await self._hear(queues)
                 if notices or loop.time() >= deadline:
                     return notices
                 await bell.wait(deadline - loop.time())
 
-    async def _hear(self, queue: str) -> list[Notice]:
-        after = self._heard.get(queue, self._heard_first)
-        rows = await self._store.reader.rows("notices", _NOTICES, queue=queue, after=after)
-        if rows:
-            self._heard[queue] = rows[-1][0]
-        return [_notice(queue, kind, job_id, at_ms) for _, kind, job_id, at_ms in rows]
+    async def _hear(self, queues: Sequence[str]) -> list[Notice]:
+        heard = {queue: self._heard.get(queue, self._heard_first) for queue in queues}
+        after = min(heard.values(), default=0)
+        rows = await self._store.reader.rows("notices", _NOTICES, queues=json_list(list(queues)), after=after)
+        news = [row for row in rows if row[0] > heard[row[1]]]
+        self._heard |= {queue: number for number, queue, *_ in news}
+        return [_notice(queue, kind, job_id, at_ms) for _, queue, kind, job_id, at_ms in news]
 
     async def now_ms(self) -> int:
         return self._policy.clock.now_ms()
@@ -326,32 +321,3 @@ def _notice(queue: str, kind: str, job_id: str, at_ms: int) -> Notice:
     if kind == "due":
         return Due(queue, at_ms)
     return Controlled(queue)
-
-
-def _steps(queues: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Which places of a batch go together: one queue, at most `MAX_BATCH`, in order."""
-    by_queue: dict[str, list[int]] = {}
-    for at, queue in enumerate(queues):
-        by_queue.setdefault(queue, []).append(at)
-    return [
-        (queue, places[start : start + MAX_BATCH])
-        for queue, places in by_queue.items()
-        for start in range(0, len(places), MAX_BATCH)
-    ]
-
-
-async def _all(steps: Any) -> list[Any]:
-    """All of them at once, so that they share a commit; the first error once all have ended."""
-    results = await asyncio.gather(*steps, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
-def _in_order(steps: Sequence[tuple[str, Sequence[int]]], answers: Sequence[Sequence[T]]) -> list[T]:
-    """The answers of the steps, each in its place."""
-    placed: dict[int, T] = {}
-    for (_, places), step in zip(steps, answers, strict=True):
-        placed.update(zip(places, step, strict=True))
-    return [placed[at] for at in range(len(placed))]

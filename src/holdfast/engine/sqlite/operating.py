@@ -8,6 +8,7 @@ import msgspec
 
 from holdfast.core.job import Failure, Meta
 from holdfast.core.states import State
+from holdfast.core.verdict import GIVEN_UP_BY_OPERATOR
 from holdfast.engine.port import Control
 from holdfast.engine.sqlite.journal import Journal, notify
 from holdfast.engine.sqlite.moves import Move, Moves
@@ -18,8 +19,6 @@ from holdfast.errors import TransitionInvalid, UnknownJob
 
 #: Where an operator may send a job, if the table agrees. Only a worker can run, retry or succeed.
 TARGETS: Final = frozenset(State) - {State.RUNNING, State.RETRYING, State.SUCCEEDED}
-#: The failure code of a job that a person sent to the dead letters.
-GIVEN_UP: Final = "GIVEN_UP_BY_OPERATOR"
 
 
 def move(
@@ -73,7 +72,7 @@ def _move(row: WorkRow, to: State, actor: str, reason: str, now_ms: int) -> Move
         worker=row.worker or "",
         message=reason,
         data={"actor": actor, "reason": reason},
-        failure=Failure(GIVEN_UP, reason) if to is State.DLQ_PENDING else _kept_failure(row, to),
+        failure=Failure(GIVEN_UP_BY_OPERATOR, reason) if to is State.DLQ_PENDING else _kept_failure(row, to),
         in_line=back and due_at_ms is None,
         due_at_ms=due_at_ms,
     )

@@ -84,15 +84,16 @@ class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
     last_seq: int
     run_at: int | None
 
-    def fence(self, lease: Lease) -> Answer:
+    def fence(self, lease: Lease, token: str) -> Answer:
         """Whether this lease still owns the job. The count of deliveries tells a worker's attempts apart."""
-        if self.token == lease.token:
+        if self.token == token:
             return Answer.ALREADY
         held = (
             self.state is State.RUNNING
             and self.deliveries == lease.deliveries
             and self.worker == lease.worker
             and self.job_id == lease.job_id
+            and self.queue == lease.queue
             and f"{self.id}.{self.place}" == lease.place
         )
         return Answer.APPLIED if held else Answer.STALE

@@ -8,7 +8,7 @@ from typing import Any, Final, assert_never
 import msgspec
 
 from holdfast.core.job import Claim
-from holdfast.core.states import State, check_move, event_for
+from holdfast.core.states import State, event_for
 from holdfast.core.verdict import (
     TARGETS,
     Answer,
@@ -80,28 +80,28 @@ class Held(msgspec.Struct, frozen=True):
 
 def settle(transaction: Transaction, policy: Policy, queue: str, settlements: Sequence[Settlement]) -> list[Answer]:
     """One answer each; only what was applied is written."""
-    ids = json_list([row_of(settlement.claim.lease) for settlement in settlements])
-    rows = {row.id: row for row in transaction.rows("leases", LEASE_ROWS, ids=ids)}
+    ids = [row_of(settlement.claim.lease) for settlement in settlements]
+    rows = {row.id: row for row in transaction.rows("leases", LEASE_ROWS, ids=json_list(ids))}
     answers: list[Answer] = []
     settled: set[str] = set()
     done: list[tuple[Value, ...]] = []
     moves = Moves(transaction, policy, queue)
-    for settlement in settlements:
-        lease = settlement.claim.lease
-        row = rows.get(row_of(lease))
-        answer = Answer.STALE if row is None or row.queue != queue else row.fence(lease)
+    for settlement, row_id in zip(settlements, ids, strict=True):
+        lease, verdict = settlement.claim.lease, settlement.verdict
+        token, row = lease.token, rows.get(row_id)
+        answer = Answer.STALE if row is None else row.fence(lease, token)
         # A second copy in the same batch finds the first one settled.
-        if answer is Answer.APPLIED and lease.token in settled:
+        if answer is Answer.APPLIED and token in settled:
             answer = Answer.ALREADY
         answers.append(answer)
         if row is None or answer is not Answer.APPLIED:
             continue
-        if isinstance(settlement.verdict, Succeed):
-            done.append(_success(row, settlement, settlement.verdict))
+        settled.add(token)
+        if type(verdict) is Succeed:
+            done.append(_success(row, token, settlement, verdict))
             transaction.effects.ended.append((queue, row.job_id))
         else:
-            moves.add(_move(row, settlement, policy))
-        settled.add(lease.token)
+            moves.add(_move(row, token, settlement, policy))
     journal = Journal(transaction, queue, policy.options.feed_limit)
     if done:
         _succeed(transaction, policy, journal, done)
@@ -110,18 +110,9 @@ def settle(transaction: Transaction, policy: Policy, queue: str, settlements: Se
     return answers
 
 
-def _success(row: LeaseRow, settlement: Settlement, verdict: Succeed) -> tuple[Value, ...]:
-    check_move(row.job_id, row.state, State.SUCCEEDED)
-    meta = advance(settlement.claim, verdict, settlement.finished_at_ms)
-    return (
-        row.id,
-        row.place,
-        row.deliveries,
-        row.worker,
-        text_of(verdict.result),
-        encode_meta(meta),
-        settlement.claim.lease.token,
-    )
+def _success(row: LeaseRow, token: str, settlement: Settlement, verdict: Succeed) -> tuple[Value, ...]:
+    meta = encode_meta(advance(settlement.claim, verdict, settlement.finished_at_ms))
+    return row.id, row.place, row.deliveries, row.worker, text_of(verdict.result), meta, token
 
 
 def _succeed(transaction: Transaction, policy: Policy, journal: Journal, done: Sequence[tuple[Value, ...]]) -> None:
@@ -133,7 +124,7 @@ def _succeed(transaction: Transaction, policy: Policy, journal: Journal, done: S
     expect(changed, len(done), "settle")
 
 
-def _move(row: LeaseRow, settlement: Settlement, policy: Policy) -> Move:
+def _move(row: LeaseRow, token: str, settlement: Settlement, policy: Policy) -> Move:
     claim, verdict, now_ms = settlement.claim, settlement.verdict, policy.clock.now_ms()
     common: dict[str, Any] = {
         "job": Held(row, claim),
@@ -141,7 +132,7 @@ def _move(row: LeaseRow, settlement: Settlement, policy: Policy) -> Move:
         "meta": advance(claim, verdict, settlement.finished_at_ms),
         "attempt": row.attempt,
         "worker": claim.lease.worker,
-        "token": claim.lease.token,
+        "token": token,
     }
     match verdict:
         case RetryLater(delay_ms=delay_ms, failure=failure):

@@ -1,7 +1,7 @@
 """The SQL files of this engine, read once, with what `core/states.py` says filled in (requirement S1).
 
 A file holds one statement (`schema.sql`: all of them) under a header that says what it does, what it takes and what it
-gives. Marks: `{{states}}` and the like stand for lists of state names, `{{into X}}` for the states that may move
+gives. Marks: `{{final}}` and the like stand for lists of state names, `{{into X}}` for the states that may move
 to X, `{{rows N}}` for the rows of N values each that a bulk statement is run with.
 """
 
@@ -52,16 +52,12 @@ def sources_of(target: State) -> list[State]:
 def _fill(mark: re.Match[str]) -> str:
     word, argument = mark[1], mark[2]
     match word:
-        case "states":
-            return _names(State)
         case "final":
             return _names(FINAL)
         case "in_motion":
             return _names(IN_MOTION)
         case "aside":
             return _names(ASIDE)
-        case "new":
-            return _names(MOVES[None])
         case "into":
             return _names(sources_of(State(argument)))
         case "event":
@@ -79,6 +75,6 @@ def _names(states: Iterable[State]) -> str:
 
 
 def _legal_moves() -> str:
-    """Whether OLD.state → NEW.state is in the table."""
-    arms = [f"WHEN '{state}' THEN NEW.state IN ({_names(to)})" for state, to in MOVES.items() if state and to]
-    return f"CASE OLD.state {' '.join(arms)} ELSE 0 END"
+    """Whether came_from → state is in the table."""
+    arms = [f"WHEN '{state}' THEN state IN ({_names(to)})" for state, to in MOVES.items() if state and to]
+    return f"CASE came_from {' '.join(arms)} ELSE came_from IS NULL AND state IN ({_names(MOVES[None])}) END"

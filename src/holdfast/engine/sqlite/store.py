@@ -16,7 +16,8 @@ import msgspec
 from holdfast.engine.sqlite.reader import Reader
 from holdfast.engine.sqlite.transaction import Effects, Transaction, json_list
 from holdfast.engine.sqlite.waiting import Waiters
-from holdfast.engine.sqlite.writer import Order, Subscriber, Writer, acquire, release
+from holdfast.engine.sqlite.writer import Order, Subscriber, Writer
+from holdfast.engine.sqlite.writers import acquire, release
 from holdfast.errors import EngineUnavailable, InvalidOption
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class Store:
             return
         self._writer = self._reader = None
         writer.unsubscribe(subscriber)
-        self.waiters.tell(Effects(foreign=True))
+        self.waiters.wake_all()
         if self._checking is not None:
             self._checking.cancel()
             with suppress(asyncio.CancelledError):

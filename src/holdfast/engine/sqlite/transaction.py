@@ -137,5 +137,5 @@ def _size_for(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows else 1
 
 
-#: More rows than this would pass SQLite's limit of 32,766 values in one statement.
-assert _size_for(3 * MAX_BATCH) * 13 < 32_766
+# SQLite takes 32,766 values in one statement. The longest has three events of twelve values for each job of a batch.
+assert _size_for(3 * MAX_BATCH) * 12 < 32_766

@@ -59,6 +59,15 @@ class Waiters:
             for bell in self._for_ends.get(job, ()):
                 bell.ring()
 
+    def wake_all(self) -> None:
+        """The engine closes; each looks once more, and is told so."""
+        for bell in [
+            *self._for_work,
+            *self._for_notices,
+            *(bell for bells in self._for_ends.values() for bell in bells),
+        ]:
+            bell.ring()
+
     def jobs(self) -> list[tuple[str, str]]:
         """Those whose end somebody waits for."""
         return list(self._for_ends)

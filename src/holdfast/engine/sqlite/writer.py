@@ -32,6 +32,8 @@ _log = logging.getLogger("holdfast.engine.sqlite")
 _GROUP: Final = 128
 #: How often to look for other processes' work while somebody waits.
 _LOOK_EVERY_S: Final = 0.02
+#: How long `close` waits for what was asked for.
+_CLOSE_S: Final = 10.0
 
 
 class Order:
@@ -67,7 +69,7 @@ class Subscriber:
 
 
 class Writer:
-    """Use `acquire` and `release`; there is one for each file."""
+    """There is one for each file: `writers.acquire` gives it."""
 
     def __init__(self, path: Path, durable: bool) -> None:
         self.path = path
@@ -121,8 +123,12 @@ class Writer:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join()
-        self._turnstile.close()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            # It waits for a process that stopped in mid-write. The thread ends with this process, or once it is let in.
+            _log.warning("%s is closed while another process holds it locked", self.path)
+        else:
+            self._turnstile.close()
 
     def forget(self) -> None:
         """In a forked child: the thread is not here, and the locks are the parent's."""
@@ -285,51 +291,3 @@ def _hand_over(answers: list[Outcome], subscribers: list[Subscriber], effects: E
 
 def _inode(path: Path) -> int:
     return os.stat(path).st_ino
-
-
-# One writer for each file ---------------------------------------------------------------------------
-
-_writers: Final[dict[Path, Writer]] = {}
-_registry: threading.Lock = threading.Lock()
-
-
-def acquire(path: Path, *, durable: bool = True) -> Writer:
-    """This process's writer for the file, started if need be. Blocks."""
-    with _registry:
-        writer = _writers.get(path)
-        if writer is None:
-            try:
-                writer = Writer(path, durable)
-            except sqlite3.Error as exc:
-                raise translate(exc, path) from exc
-            except OSError as exc:
-                raise EngineUnavailable(
-                    f"the database {path} cannot be opened: {exc.strerror}; the directory must exist and be writable"
-                ) from exc
-            _writers[path] = writer
-        writer.engines += 1
-        return writer
-
-
-def release(writer: Writer) -> None:
-    """Give it back; the last one ends the thread. Blocks."""
-    with _registry:
-        writer.engines -= 1
-        if writer.engines == 0:
-            del _writers[writer.path]
-            writer.close()
-
-
-def _forget_writers() -> None:
-    """A forked child has none of the threads, and must not touch its parent's connections."""
-    global _registry
-    _registry = threading.Lock()
-    _orphans.extend(_writers.values())
-    for writer in _writers.values():
-        writer.forget()
-    _writers.clear()
-
-
-#: Kept, so that no connection of the parent is ever closed here: that would cut its log.
-_orphans: Final[list[Writer]] = []
-os.register_at_fork(after_in_child=_forget_writers)

@@ -13,6 +13,7 @@ from holdfast.core.verdict import (
     Hold,
     Release,
     RetryLater,
+    Settlement,
     Succeed,
     Suspend,
     Verdict,
@@ -60,6 +61,17 @@ class EndingContract(Contract):
         assert retrying.message == FAILURE.message
         assert (retrying.data or {})["code"] == FAILURE.code
         assert before <= created.at_ms <= claimed.at_ms <= retrying.at_ms <= await rig.engine.now_ms()
+
+    @pytest.mark.parametrize("error_ms", [-86_400_000, 86_400_000], ids=["slow", "fast"])
+    async def test_a_workers_clock_decides_nothing(self, rig: Rig, error_ms: int) -> None:
+        claim = await rig.start_one()
+        before = await rig.engine.now_ms()
+        await rig.engine.settle([Settlement(claim, RetryLater(60_000, FAILURE), before + error_ms)])
+        after = await rig.engine.now_ms()
+        assert before <= (await rig.events(claim.job_id))[-1].at_ms <= after
+        assert before + 60_000 <= (await rig.view(claim.job_id)).next_attempt_at_ms <= after + 60_000
+        await rig.harness.advance(60_001)
+        assert ids(await rig.claim_due()) == [claim.job_id]
 
     async def test_a_batch_is_answered_in_order(self, rig: Rig) -> None:
         stale = await rig.start_one("w1")

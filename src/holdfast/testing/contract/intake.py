@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from holdfast.core.job import Meta, Priority, Receipt
+from holdfast.core.job import Claim, Meta, Priority, Receipt
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
 from holdfast.core.verdict import Answer, DeadLetter
@@ -64,11 +66,14 @@ class IntakeContract(Contract):
     async def test_a_batch_may_be_larger_than_one_step(self, rig: Rig) -> None:
         submitted = await rig.submit(2 * MAX_BATCH + 7)
         assert len(set(submitted)) == 2 * MAX_BATCH + 7
-        claimed: list[str] = []
-        while claims := await rig.claim(limit=MAX_BATCH):
-            claimed += ids(claims)
-            assert set(await rig.succeed(*claims)) == {Answer.APPLIED}
-        assert claimed == submitted
+        claims: list[Claim] = []
+        while more := await rig.claim(limit=2 * MAX_BATCH):
+            claims += more
+        assert ids(claims) == submitted
+        assert None not in await rig.engine.get(rig.queue, submitted)
+        assert await rig.engine.renew([claim.lease for claim in claims]) == []
+        assert await rig.succeed(*claims) == [Answer.APPLIED] * len(submitted)
+        assert await rig.open_jobs() == 0
 
     async def test_a_batch_may_name_several_queues(self, rig: Rig) -> None:
         envelopes = [rig.envelope(queue=queue) for queue in (QUEUE, OTHER_QUEUE, QUEUE)]
@@ -149,6 +154,15 @@ class IntakeContract(Contract):
         await harness.advance(10 * MINUTE_MS)
         for first, key in ((waiting, "delayed"), (held, "held"), (claim.job_id, "running")):
             assert await rig.engine.submit([rig.envelope(idempotency_key=key)]) == [Receipt(first, duplicate=True)]
+
+    async def test_one_of_many_submitters_at_once_is_the_first(self, rig: Rig) -> None:
+        engines = [rig.engine, await rig.harness.make(), await rig.harness.make()]
+        envelopes = [rig.envelope(idempotency_key="k") for _ in range(12)]
+        calls = (engines[number % 3].submit([envelope]) for number, envelope in enumerate(envelopes))
+        receipts = [receipt for (receipt,) in await asyncio.gather(*calls)]
+        assert len({receipt.job_id for receipt in receipts}) == 1
+        assert [receipt.duplicate for receipt in receipts].count(False) == 1
+        assert ids(await rig.claim()) == [receipts[0].job_id]
 
     # A reply was lost ------------------------------------------------------------------------------
 

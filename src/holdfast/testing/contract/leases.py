@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from holdfast.core.job import Lease
@@ -236,6 +237,13 @@ class LeaseContract(Contract):
         assert await rig.settle(first, verdict) is Answer.STALE
         assert await rig.state(first.job_id) is State.RUNNING
         assert await rig.settle(second, verdict) is Answer.APPLIED
+
+    async def test_a_lease_is_worth_nothing_in_other_hands(self, rig: Rig) -> None:
+        claim = await rig.start_one("w1")
+        stolen = msgspec.structs.replace(claim, lease=msgspec.structs.replace(claim.lease, worker="w2"))
+        assert await rig.engine.renew([stolen.lease]) == [stolen.lease]
+        assert await rig.succeed(stolen) == [Answer.STALE]
+        assert await rig.succeed(claim) == [Answer.APPLIED]
 
     # Poison pills ----------------------------------------------------------------------------------
 

@@ -125,6 +125,17 @@ class MoveContract(Contract):
             assert await rig.state(claim.job_id) is (State.CANCELLED if cancelled else State.SUCCEEDED)
         check_history(await rig.events(), ended=True)
 
+    @pytest.mark.parametrize("to", [State.CANCELLED, State.SUSPENDED, State.DLQ_PENDING])
+    async def test_moves_and_claims_at_once_tell_one_legal_story(self, rig: Rig, to: State) -> None:
+        other = Rig(rig.harness, await rig.harness.make())
+        for _ in range(40):
+            job_id = await rig.submit_one()
+            came_from, claims = await asyncio.gather(rig.move(job_id, to), other.claim(limit=1))
+            # Either way the operator wins: a job that was claimed first is taken from its worker.
+            assert came_from is (State.RUNNING if claims else State.QUEUED)
+            assert await other.succeed(*claims) == [Answer.STALE] * len(claims)
+        check_history(await rig.events())
+
     async def test_a_running_job_can_be_put_back_in_line(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         assert await rig.move(claim.job_id, State.QUEUED) is State.RUNNING

@@ -6,15 +6,24 @@ SELECT json_group_array(json_array(
            claimed_at, created_at, run_at, last_seq, payload, meta))
   FROM (
     SELECT * FROM (
-        SELECT * FROM jobs WHERE queue = :queue AND priority = :first AND line IS NOT NULL
+        SELECT id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, place, deliveries, worker,
+               claimed_at, created_at, run_at, last_seq, payload, meta
+          FROM jobs
+         WHERE queue = :queue AND priority = :first AND line IS NOT NULL
          ORDER BY line, state, id LIMIT :limit)
     UNION ALL
     SELECT * FROM (
-        SELECT * FROM jobs WHERE queue = :queue AND priority = :second AND line IS NOT NULL
+        SELECT id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, place, deliveries, worker,
+               claimed_at, created_at, run_at, last_seq, payload, meta
+          FROM jobs
+         WHERE queue = :queue AND priority = :second AND line IS NOT NULL
          ORDER BY line, state, id LIMIT :limit)
     UNION ALL
     SELECT * FROM (
-        SELECT * FROM jobs WHERE queue = :queue AND priority = :third AND line IS NOT NULL
+        SELECT id, job_id, job_type, tenant_id, idempotency_key, trace_id, state, attempt, place, deliveries, worker,
+               claimed_at, created_at, run_at, last_seq, payload, meta
+          FROM jobs
+         WHERE queue = :queue AND priority = :third AND line IS NOT NULL
          ORDER BY line, state, id LIMIT :limit)
     LIMIT :limit)
  WHERE NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)

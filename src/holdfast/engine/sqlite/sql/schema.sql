@@ -5,16 +5,19 @@
 -- A job in motion is in exactly one place: in the line (`line` orders it), waiting for a time (`due_at`), or
 -- leased (`lease_until`; a retry that waits in the pending list is kept there too, under its due time).
 -- A lease is (id, place, deliveries, worker): `place` counts the claims of this row, `deliveries` the leases of one claim.
+-- `came_from` is the state before this one: every statement that sets the state sets it too, and the last CHECK is the
+-- state table once more where the data lives, for the day when our own code is wrong.
 CREATE TABLE jobs (
     id              INTEGER PRIMARY KEY AUTOINCREMENT,
     tenant_id       TEXT    NOT NULL DEFAULT 'default',
     job_id          TEXT    NOT NULL,
     job_type        TEXT    NOT NULL,
     queue           TEXT    NOT NULL,
-    state           TEXT    NOT NULL CHECK (state IN ({{states}})),
+    state           TEXT    NOT NULL,
+    came_from       TEXT,
     priority        INTEGER NOT NULL CHECK (priority IN ({{priorities}})),
     attempt         INTEGER NOT NULL DEFAULT 0 CHECK (attempt >= 0),
-    retry_count     INTEGER NOT NULL GENERATED ALWAYS AS (coalesce(json_extract(meta, '$.retry_count'), 0)) VIRTUAL,
+    retry_count     INTEGER GENERATED ALWAYS AS (coalesce(json_extract(meta, '$.retry_count'), 0)) VIRTUAL,
     idempotency_key TEXT    NOT NULL DEFAULT '',
     trace_id        TEXT    NOT NULL DEFAULT '',
     error_code      TEXT,
@@ -42,7 +45,8 @@ CREATE TABLE jobs (
     CHECK ((finished_at IS NOT NULL) = (state IN ({{final}}))),
     CHECK ((line IS NOT NULL) + (due_at IS NOT NULL) + (lease_until IS NOT NULL) = (state IN ({{in_motion}}))),
     CHECK ((worker IS NOT NULL) = (state = 'running')),
-    CHECK (state <> 'running' OR lease_until IS NOT NULL)
+    CHECK (state <> 'running' OR lease_until IS NOT NULL),
+    CONSTRAINT legal_move CHECK ({{legal}})
 );
 CREATE UNIQUE INDEX jobs_by_job_id ON jobs (queue, job_id);
 CREATE INDEX jobs_line ON jobs (queue, priority, line, state) WHERE line IS NOT NULL;
@@ -50,12 +54,6 @@ CREATE INDEX jobs_due ON jobs (queue, due_at, state) WHERE due_at IS NOT NULL;
 CREATE INDEX jobs_leased ON jobs (queue, lease_until, state) WHERE lease_until IS NOT NULL;
 CREATE INDEX jobs_aside ON jobs (queue, state) WHERE state IN ({{aside}});
 CREATE INDEX jobs_finished ON jobs (queue, finished_at, state) WHERE finished_at IS NOT NULL;
-
--- The state table once more where the data lives, for the day when our own code is wrong.
-CREATE TRIGGER jobs_new BEFORE INSERT ON jobs WHEN NEW.state NOT IN ({{new}})
-BEGIN SELECT raise(ABORT, 'WF_STATE_TRANSITION_INVALID'); END;
-CREATE TRIGGER jobs_moved BEFORE UPDATE OF state ON jobs WHEN NOT ({{legal}})
-BEGIN SELECT raise(ABORT, 'WF_STATE_TRANSITION_INVALID'); END;
 
 -- The story of every job; `id` is the feed position, `job` the row of the job. What the job's own row still says
 -- (the envelope of a creation, the result of a success) is not copied into `data`.

@@ -2,7 +2,7 @@
 -- dies never reports.
 -- Takes  :ids (a JSON list), :worker, :now, :until
 UPDATE jobs
-   SET state = 'running', attempt = attempt + 1, place = place + 1, deliveries = 1, worker = :worker,
+   SET came_from = state, state = 'running', attempt = attempt + 1, place = place + 1, deliveries = 1, worker = :worker,
        claimed_at = :now, lease_until = :until, line = NULL, next_retry_at = NULL, last_seq = last_seq + 1,
        updated_at = :now
  WHERE id IN (SELECT value FROM json_each(:ids)) AND state IN ({{into running}})

@@ -1,7 +1,7 @@
 -- succeed: lease holders report success.
 -- Takes  finished_at, updated_at; rows of id, place, deliveries, worker, result, meta, token
 UPDATE jobs
-   SET state = 'succeeded', finished_at = ?, updated_at = ?, result = done.result, meta = done.meta, token = done.token,
+   SET came_from = state, state = 'succeeded', finished_at = ?, updated_at = ?, result = done.result, meta = done.meta, token = done.token,
        lease_until = NULL, worker = NULL, error_code = NULL, last_error = NULL, error_message = NULL,
        last_seq = last_seq + 1
   FROM (

@@ -1,0 +1,98 @@
+"""An app's engines, one per event loop, all on the same store.
+
+An engine belongs to one event loop. So the same app works in a web server, behind the blocking door, and
+in a script that calls `asyncio.run` twice: each loop gets its own engine when it first asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from holdfast.engine.port import Engine
+from holdfast.submitter import Submitter
+
+
+class Link:
+    """An event loop, its engine, and its desk once the engine is open."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+        self.loop = loop
+        self.engine = engine
+        self.submitter: Submitter | None = None
+        self._opening = asyncio.Lock()
+
+    async def open(self) -> Submitter:
+        async with self._opening:
+            if self.submitter is None:
+                await self.engine.open()
+                self.submitter = Submitter(self.engine)
+            return self.submitter
+
+
+class Links:
+    """Finds or makes the link of the running loop. Safe to use from any thread."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._build = build
+        self._lock = threading.Lock()
+        self._first: Engine | None = None
+        self._taken = False
+        self._links: dict[asyncio.AbstractEventLoop, Link] = {}
+        #: The link used last; most programs have only one.
+        self._latest: Link | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an engine has been handed out."""
+        return bool(self._links)
+
+    def engine(self) -> Engine:
+        """The engine of the running loop, open or not; without a loop the first one."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            with self._lock:
+                return self._first_engine()
+        return self._link(loop).engine
+
+    async def open(self) -> None:
+        """Open the engine of this loop. Safe to call twice."""
+        await self._link(asyncio.get_running_loop()).open()
+
+    async def desk(self) -> Submitter:
+        """The desk of this loop, opened if need be."""
+        loop, link = asyncio.get_running_loop(), self._latest
+        if link is None or link.loop is not loop:
+            link = self._latest = self._link(loop)
+        return link.submitter or await link.open()
+
+    async def close(self) -> None:
+        """Close the engine of this loop; the next use makes a new one."""
+        with self._lock:
+            link = self._links.pop(asyncio.get_running_loop(), None)
+            self._latest = None
+        if link is not None:
+            await link.engine.close()
+
+    def _link(self, loop: asyncio.AbstractEventLoop) -> Link:
+        with self._lock:
+            link = self._links.get(loop)
+            if link is None:
+                for gone in [other for other in self._links if other.is_closed()]:
+                    del self._links[gone]
+                link = self._links[loop] = Link(loop, self._next_engine())
+            return link
+
+    def _next_engine(self) -> Engine:
+        # The first engine serves the first loop; every further loop gets a sibling on the same store.
+        taken = self._taken
+        self._taken = True
+        first = self._first_engine()
+        return first.sibling() if taken else first
+
+    def _first_engine(self) -> Engine:
+        if self._first is None:
+            self._first = self._build()
+        return self._first

@@ -1,0 +1,61 @@
+"""What the doctor finds by itself, whatever the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from holdfast import Settings
+from holdfast.cli.doctor import examine
+from holdfast.core.job import Envelope
+from holdfast.engine.factory import build_engine
+from holdfast.engine.port import Control, Engine, Finding
+from holdfast.testing import ManualClock
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(start_ms=time.time_ns() // 1_000_000)
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, clock: ManualClock) -> AsyncIterator[Engine]:
+    engine = build_engine(Settings.load(url=f"sqlite:///{tmp_path}/jobs.db"), clock)
+    await engine.open()
+    await engine.submit([Envelope(job_id="a" * 32, task="t", payload=b"{}")])
+    yield engine
+    await engine.close()
+
+
+async def finding(engine: Engine, check: str) -> Finding:
+    (found,) = [one for one in await examine(engine, None) if one.check == check]
+    return found
+
+
+async def test_an_engine_with_another_clock_is_a_warning(engine: Engine, clock: ManualClock) -> None:
+    clock.advance(timedelta(minutes=90))
+    found = await finding(engine, "clock")
+    assert (found.ok, found.warning) == (False, True)
+    assert "1.5 h ahead of this machine's" in found.message
+    assert "chrony" in found.advice
+    clock.jump(clock.now_ms() - 3 * 3_600_000)
+    assert "1.5 h behind this machine's" in (await finding(engine, "clock")).message
+
+
+async def test_jobs_that_nobody_works_on_are_a_warning_until_a_worker_comes(engine: Engine) -> None:
+    waiting = await finding(engine, "queue default")
+    assert (waiting.ok, waiting.warning) == (False, True)
+    assert "1 jobs wait and no worker is there" in waiting.message
+    await engine.claim("w1", ["default"], 1, 0)
+    assert (await finding(engine, "queue default")).ok
+
+
+async def test_a_paused_queue_is_a_warning(engine: Engine) -> None:
+    await engine.set_control("default", Control(paused=True))
+    found = await finding(engine, "queue default")
+    assert (found.ok, found.warning) == (False, True)
+    assert found.advice == "holdfast queues resume default"

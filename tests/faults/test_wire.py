@@ -1,0 +1,227 @@
+"""Garbage on the wire: whatever bytes another program puts in line, the worker goes on, and each message ends once.
+
+`tests/contract/test_foreign.py` has the engine's side of it; here a real worker runs beside the garbage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import pytest
+from redis.asyncio import Redis
+
+from holdfast import State
+from holdfast.core.states import FINAL
+from holdfast.core.verdict import MESSAGE_MALFORMED
+from holdfast.engine.redis.keys import Keys, Names
+from holdfast.errors import EngineUnavailable
+from tests.faults.support import Site, eventually
+from tests.worker.support import working
+
+pytestmark = [pytest.mark.faults, pytest.mark.redis]
+
+GARBAGE: Final[dict[str, bytes]] = {
+    "empty": b"",
+    "no text": b"\xff\xfe\x80",
+    "zero byte": b"a\x00b",
+    "line feed": b"a\nb",
+    "blanks": b" ",
+    "JSON": b'{"a": [1, null]}',
+    "large number": b"9" * 400,
+    "negative": b"-1",
+    "long": b"x" * 100_000,
+}
+#: As another program writes it …
+FOREIGN: Final = {
+    "task_id": b"j1",
+    "type": b"work",
+    "payload": b'{"number":1}',
+    "tenant_id": b"acme",
+    "idempotency_key": b"k1",
+    "trace_id": b"t1",
+    "max_retries": b"1",
+    "context": b"{}",
+}
+#: … and as holdfast writes it: short, and with everything.
+SHORT: Final = {"holdfast": b"1 queued 0 0 1700000000000", "task_id": b"j1", "type": b"work", "payload": b'{"number":1}'}
+LONG: Final = SHORT | {"tenant_id": b"acme", "idempotency_key": b"k1", "trace_id": b"t1", "meta": b""}
+
+#: Markers that pretend, in ways that parse at first sight.
+MARKERS: Final[dict[str, bytes]] = {
+    "another version": b"2 queued 0 0 1700000000000",
+    "no version": b"x queued 0 0 1700000000000",
+    "a state that never waits": b"1 succeeded 0 0 1700000000000",
+    "no state": b"1 bogus 0 0 1700000000000",
+    "negative attempts": b"1 queued -5 0 1700000000000",
+    "endless attempts": b"1 queued " + b"9" * 30 + b" 0 1700000000000",
+    "negative retries": b"1 retrying 1 -3 1700000000000",
+    "no retries": b"1 queued 0 x 1700000000000",
+    "a creation before time": b"1 queued 0 0 -1",
+    "a creation after time": b"1 queued 0 0 " + b"9" * 30,
+    "too few words": b"1 queued 0 0",
+    "too many words": b"1 queued 0 0 1700000000000 7",
+    "nothing": b"",
+}
+METAS: Final[dict[str, bytes]] = {
+    "a line that is not there": b'{"priority": 99}',
+    "a negative line": b'{"priority": -1}',
+    "poisoned before": b'{"lost_leases": 1000000}',
+    "negative counts": b'{"retry_count": -7, "lost_leases": -7, "unavailable_count": -7}',
+    "a policy that cannot be": b'{"retry": {"max_retries": -1, "base_ms": -5, "multiplier": -1.0, "cap_ms": -1,'
+    b' "jitter_ms": -1, "delays_ms": [], "unavailable_deadline_ms": null}}',
+    "endless delays": b'{"max_retries": 1, "retry": {"max_retries": 1, "base_ms": 1e300}}',
+    "no object": b"[]",
+    "a long number": b'{"retry_count": ' + b"9" * 30 + b"}",
+}
+
+
+class Wire:
+    """Another program with a plain client, and a site with a worker."""
+
+    def __init__(self, site: Site, redis: Redis) -> None:
+        self.site = site
+        self.redis = redis
+        self.keys = Keys("default", Names(namespace=str(site.settings["namespace"])))
+        self.stream = self.keys.streams[1]
+
+    async def write(self, fields: dict[str, bytes]) -> bytes:
+        message_id: bytes = await self.redis.xadd(self.stream, fields)  # type: ignore[arg-type]
+        return message_id
+
+    async def dead_letters(self) -> list[dict[str, str]]:
+        entries = await self.redis.xrange(self.keys.dlq)
+        return [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in entries]
+
+    async def results(self) -> list[dict[str, str]]:
+        entries = await self.redis.xrange(self.keys.result)
+        return [{name.decode(): value.decode("utf-8", "replace") for name, value in f.items()} for _, f in entries]
+
+    async def is_empty(self) -> bool:
+        """Nothing in line, pending, waiting or parked."""
+        stats = await self.site.app.engine.stats("default")
+        return not any(stats.states.values())
+
+    async def survived(self, messages: int) -> None:
+        """Every message has come to one end; the worker does its ordinary work; the feed can be read to its end."""
+        await eventually(self.is_empty, "the garbage to be dealt with", within_s=10)
+        good = [await self.site.tasks.work.submit(number) for number in range(3)]
+        flaky = await self.site.tasks.flaky.submit()
+        assert [await job.result(10) for job in good] == [0, 1, 2]
+        assert await flaky.result(10) == "now"
+        assert await self.is_empty()
+        results = [row for row in await self.results() if row["task_id"] not in {job.id for job in [*good, flaky]}]
+        assert len(results) == messages
+        finals = [event for event in await self.site.events() if event.to_state in FINAL]
+        assert len(finals) == messages + 4
+
+
+@pytest.fixture
+async def wire(redis_site: Site) -> AsyncIterator[Wire]:
+    redis = Redis.from_url(redis_site.url)
+    yield Wire(redis_site, redis)
+    await redis.aclose()
+
+
+@pytest.mark.parametrize("template", [FOREIGN, SHORT, LONG], ids=["foreign", "short", "long"])
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_garbage_in_every_field(wire: Wire, template: dict[str, bytes], name: str) -> None:
+    """One message for each field, each under an id of its own, all in line at once with a healthy job between."""
+    messages = []
+    for number, field in enumerate(template):
+        unique = {"task_id": b"j%d" % number, "idempotency_key": b"k%d" % number}
+        own = template | {key: value for key, value in unique.items() if key in template}
+        messages.append(own | {field: GARBAGE[name]})
+    healthy = [await wire.site.tasks.work.submit(1)]
+    for message in messages:
+        await wire.write(message)
+    healthy.append(await wire.site.tasks.work.submit(2))
+    async with working(wire.site.app):
+        await wire.survived(len(messages) + len(healthy))
+        assert [await job.state() for job in healthy] == [State.SUCCEEDED] * 2
+
+
+async def test_garbage_in_names_of_fields_and_their_number(wire: Wire) -> None:
+    messages: list[dict[Any, Any]] = [
+        {"holdfast": b"1 queued 0 0 1700000000000"},
+        {"holdfast": b""},
+        {"holdfast": b"\xff"},
+        {b"\xff\xfe": b"\xff"},
+        {"": ""},
+        {"task_id": b"only"},
+        {"holdfast": b"1 queued 0 0 0", "type": b"work", "payload": b"{}", "task_id": b"order"},
+        {"task_id": b"late", "type": b"work", "payload": b"[1]", "holdfast": b"1 queued 0 0 0"},
+        {f"f{number}": b"x" for number in range(500)},
+        LONG | {"extra": b"x"},
+    ]
+    for message in messages:
+        await wire.write(message)
+    async with working(wire.site.app):
+        await wire.survived(len(messages))
+    assert {letter["error_code"] for letter in await wire.dead_letters()} == {MESSAGE_MALFORMED}
+    assert all(json.loads(letter["payload"]) is not None for letter in await wire.dead_letters())
+
+
+@pytest.mark.parametrize("task", ["work", "flaky", "fail", "nobody"])
+@pytest.mark.parametrize("forged", [*MARKERS, *METAS])
+async def test_a_forged_message_of_our_own(wire: Wire, forged: str, task: str) -> None:
+    """It looks like ours. It runs or is a dead letter, whatever its task does; it never stops the line or the upkeep."""
+    message = LONG | {"type": task.encode(), "payload": b'{"number":1}' if task == "work" else b"{}"}
+    message |= {"holdfast": MARKERS[forged]} if forged in MARKERS else {"meta": METAS[forged]}
+    await wire.write(message)
+    async with working(wire.site.app):
+        await wire.survived(1)
+
+
+@pytest.mark.parametrize("when", ["queued", "running", "ended"])
+async def test_a_copy_of_our_own_message_ends_its_job_once(wire: Wire, when: str) -> None:
+    """XRANGE, then XADD of the very same fields: while the job waits, while it runs, and after its end."""
+    site, gate = wire.site, wire.site.gate()
+    job = await site.tasks.hold.submit(str(gate))
+    ((_, fields),) = await wire.redis.xrange(wire.stream)
+    if when == "queued":
+        for _ in range(3):
+            await wire.redis.xadd(wire.stream, fields)
+    async with working(site.app):
+        await site.is_running(job.id)
+        if when == "running":
+            for _ in range(3):
+                await wire.redis.xadd(wire.stream, fields)
+        gate.touch()
+        assert await job.result(10) == "attempt 1"
+        if when == "ended":
+            for _ in range(3):
+                await wire.redis.xadd(wire.stream, fields)
+        await eventually(wire.is_empty, "the copies to go", within_s=10)
+        assert (await site.final_events())[job.id] == 1
+        assert [row["task_id"] for row in await wire.results()] == [job.id]
+        assert await job.result(10) == "attempt 1"
+
+
+async def test_an_entry_deleted_under_its_worker_does_not_haunt_the_line(wire: Wire) -> None:
+    """Somebody XDELs the message of a running job: its verdict still counts, and nothing stays pending."""
+    gate = wire.site.gate()
+    job = await wire.site.tasks.hold.submit(str(gate))
+    async with working(wire.site.app):
+        await wire.site.is_running(job.id)
+        ((message_id, _),) = await wire.redis.xrange(wire.stream)
+        await wire.redis.xdel(wire.stream, message_id)
+        gate.touch()
+        await wire.site.all_is_well([job.id])
+        assert await job.result(10) == "attempt 1"
+
+
+async def test_a_line_that_is_no_stream_is_a_clear_error(wire: Wire) -> None:
+    """Somebody else uses our names. Once they are gone the worker goes on by itself."""
+    work = wire.site.tasks.work
+    async with working(wire.site.app):
+        await (await work.submit(1)).result(10)
+        await wire.redis.delete(wire.stream)
+        await wire.redis.set(wire.stream, "not a stream")
+        with pytest.raises(EngineUnavailable, match="WRONGTYPE"):
+            await work.submit(2)
+        await wire.redis.delete(wire.stream)
+        job = await work.submit(3)
+        assert await job.result(15) == 3
+        await wire.site.all_is_well([job.id])

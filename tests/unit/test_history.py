@@ -1,0 +1,113 @@
+"""The history checker finds every kind of illegal story, and lets legal ones pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.core.job import Event
+from holdfast.core.states import FINAL, MOVES, State, event_for
+from holdfast.testing.history import check_history, read_history
+
+Step = tuple[State, dict[str, Any]]
+S = State
+
+
+def told(*steps: Step | State, job_id: str = "j") -> list[Event]:
+    """Events of a story; attempts are numbered as they should be unless a step says otherwise."""
+    events: list[Event] = []
+    state: State | None = None
+    attempt = 0
+    for step in steps:
+        to, fields = step if isinstance(step, tuple) else (step, {})
+        attempt += to is S.RUNNING
+        common = {"from_state": state, "attempt": attempt, "type": event_for(state, to), **fields}
+        events.append(Event(job_id=job_id, at_ms=0, to_state=to, **common))
+        state = to
+    return events
+
+
+LEGAL: dict[str, list[Event]] = {
+    "success": told(S.QUEUED, S.RUNNING, S.SUCCEEDED),
+    "retry": told(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 1}), (S.RUNNING, {"retry_count": 1})),
+    "dead letter": told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED),
+    "taken over": told(S.QUEUED, S.RUNNING, S.RUNNING, S.SUCCEEDED),
+    "given back": told(S.QUEUED, S.RUNNING, S.QUEUED, (S.RUNNING, {"attempt": 1}), (S.SUCCEEDED, {"attempt": 1})),
+    "slept": told(S.QUEUED, S.RUNNING, S.QUEUED, S.RUNNING, S.SUCCEEDED),
+    "given back and cancelled": told(S.QUEUED, S.RUNNING, S.QUEUED, (S.CANCELLED, {"attempt": 0})),
+    "resumed": told(
+        S.QUEUED,
+        S.RUNNING,
+        (S.RETRYING, {"retry_count": 1}),
+        (S.SUSPENDED, {"retry_count": 1}),
+        S.QUEUED,
+        S.RUNNING,
+        S.SUCCEEDED,
+    ),
+    "approved": told(S.WAITING_APPROVAL, S.QUEUED, S.RUNNING, S.SUCCEEDED),
+    "with something beside it": [
+        *told(S.QUEUED, S.RUNNING),
+        Event(type="task.heartbeat", job_id="j", at_ms=0),
+        *told(S.QUEUED, S.RUNNING, S.SUCCEEDED)[2:],
+    ],
+}
+
+ILLEGAL: dict[str, tuple[list[Event], str]] = {
+    "begins in the middle": (told(S.QUEUED, S.RUNNING, S.SUCCEEDED)[1:], "comes from queued, but it was None"),
+    "a gap": (told(S.QUEUED, S.RUNNING, S.RETRYING, S.RUNNING)[::3], "but it was queued"),
+    "two ends": (
+        [*told(S.QUEUED, S.RUNNING, S.SUCCEEDED), *told(S.QUEUED, S.RUNNING, S.SUCCEEDED)[2:]],
+        "after it ended",
+    ),
+    "not in the table": (told(S.QUEUED, S.SUCCEEDED), "not in the table"),
+    "failed without a dead letter": (told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.FAILED), "not in the table"),
+    "wrong name": (told(S.QUEUED, (S.RUNNING, {"type": "task.succeeded"})), "is called"),
+    "an attempt twice": (told(S.QUEUED, S.RUNNING, S.RETRYING, (S.RUNNING, {"attempt": 1})), "expected [2]"),
+    "an attempt left out": (told(S.QUEUED, (S.RUNNING, {"attempt": 2})), "expected [1]"),
+    "someone else's attempt": (told(S.QUEUED, S.RUNNING, S.RUNNING, (S.SUCCEEDED, {"attempt": 1})), "expected [2]"),
+    "a retry forgotten": (
+        told(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 1}), (S.RUNNING, {"retry_count": 0})),
+        "forgets retries",
+    ),
+    "a retry invented": (told(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 2})), "skips retries"),
+}
+
+
+@pytest.mark.parametrize("events", LEGAL.values(), ids=LEGAL.keys())
+def test_legal_stories_pass(events: list[Event]) -> None:
+    assert read_history(events).faults == []
+
+
+@pytest.mark.parametrize(("events", "complaint"), ILLEGAL.values(), ids=ILLEGAL.keys())
+def test_illegal_stories_are_found(events: list[Event], complaint: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        check_history(events)
+    assert complaint in str(error.value)
+
+
+def test_every_pair_of_states_is_judged_by_the_table() -> None:
+    for before in State:
+        for after in State:
+            events = [
+                Event(type=event_for(None, before), job_id="j", at_ms=0, to_state=before, attempt=0),
+                Event(type=event_for(before, after), job_id="j", at_ms=0, from_state=before, to_state=after, attempt=0),
+            ]
+            found = any("not in the table" in fault for fault in read_history(events[1:]).faults)
+            reclaimed = before is after is State.RUNNING
+            assert found is (after not in MOVES[before] and not reclaimed), (before, after)
+
+
+def test_jobs_are_told_apart() -> None:
+    one, two = told(S.QUEUED, S.RUNNING, S.SUCCEEDED), told(S.QUEUED, S.RUNNING, job_id="k")
+    history = check_history([event for pair in zip(one, [*two, two[0]], strict=True) for event in pair][:5])
+    assert {job_id: story.state for job_id, story in history.stories.items()} == {"j": S.SUCCEEDED, "k": S.RUNNING}
+    assert history.open_jobs == ["k"]
+
+
+def test_an_open_job_is_a_fault_when_all_should_have_ended() -> None:
+    events = told(S.QUEUED, S.RUNNING)
+    assert check_history(events).open_jobs == ["j"]
+    with pytest.raises(AssertionError, match="no final event"):
+        check_history(events, ended=True)
+    assert S.RUNNING not in FINAL
