@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
-# Two processes on two cores; one file stays in one process, so that its tests keep their order.
+# Each test has its own store or namespace, so any process may run any of them.
 PYTEST_WORKERS ?= 2
 SOURCES := src tests tools examples benchmarks
 
@@ -23,7 +23,7 @@ demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the 
 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
 	@$(BIN)/python tools/servers.py ensure
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --cov --cov-report=term $(ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --cov --cov-report=term $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, import directions, spec coverage
 	$(BIN)/ruff format --check $(SOURCES)

@@ -58,6 +58,8 @@ _queue_numbers = count(1)
 
 delays = st.sampled_from(DELAYS_MS)
 seats = st.sampled_from(SEATS)
+#: Rare, so that most runs get somewhere.
+sometimes = st.sampled_from((False, False, False, True))
 verdicts: st.SearchStrategy[Verdict] = st.one_of(
     st.just(Succeed(b"1")),
     st.builds(RetryLater, delays, st.just(FAILURE), st.booleans()),
@@ -72,7 +74,7 @@ submissions = st.fixed_dictionaries(
         "tenant_id": st.sampled_from(("acme", "zeta")),
         "delay_ms": st.sampled_from((0, *DELAYS_MS)),
         "priority": st.sampled_from(list(Priority)),
-        "hold": st.sampled_from((False, False, False, True)),
+        "hold": sometimes,
     }
 )
 
@@ -98,8 +100,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     world: ClassVar[World]
 
-    @initialize(ledger=st.booleans(), pending=st.booleans())
-    def begin(self, ledger: bool, pending: bool) -> None:
+    @initialize(ledger=st.booleans(), pending=st.booleans(), batch=st.lists(submissions, min_size=2, max_size=6))
+    def begin(self, ledger: bool, pending: bool, batch: list[dict[str, Any]]) -> None:
         number = next(_queue_numbers)
         self.queue = f"{'pending' if pending else 'schedule'}-{number}"
         self.engine = self.world.engine(ledger=ledger)
@@ -108,10 +110,11 @@ class EngineMachine(RuleBasedStateMachine):
         #: What each worker believes to hold, lost leases included: it learns of them only by asking.
         self.hands: dict[str, dict[str, Claim]] = {seat: {} for seat in SEATS}
         self.incarnations = dict.fromkeys(SEATS, 0)
+        self.submit(batch, resend=False)
 
     # Submitting ------------------------------------------------------------------------------------
 
-    @rule(batch=st.lists(submissions, min_size=1, max_size=3), resend=st.booleans())
+    @rule(batch=st.lists(submissions, min_size=1, max_size=3), resend=sometimes)
     def submit(self, batch: list[dict[str, Any]], resend: bool) -> None:
         envelopes = [self._envelope(len(self.envelopes) + index, **fields) for index, fields in enumerate(batch)]
         self.envelopes += envelopes
@@ -119,7 +122,6 @@ class EngineMachine(RuleBasedStateMachine):
         if resend:
             self._submit(envelopes)
 
-    @precondition(lambda self: self.envelopes)
     @rule(data=st.data())
     def submit_again_late(self, data: st.DataObject) -> None:
         self._submit([data.draw(st.sampled_from(self.envelopes))])
@@ -139,8 +141,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     # Working ---------------------------------------------------------------------------------------
 
-    @rule(seat=seats, limit=st.integers(1, 4), lost=st.booleans())
+    @rule(seat=seats, limit=st.integers(1, 4), lost=sometimes)
     def claim(self, seat: str, limit: int, lost: bool) -> None:
+        self._receive(seat, self._claim(seat, limit), lost)
+
+    def _claim(self, seat: str, limit: int) -> list[Claim]:
         ready, allowed = self.model.ready(), self.model.claimable()
         claims = self._run(self.engine.claim(self._worker(seat), [self.queue], limit, 0))
         given = {claim.job_id for claim in claims}
@@ -149,9 +154,18 @@ class EngineMachine(RuleBasedStateMachine):
         for claim in claims:
             self.model.start(claim)
         self.model.notice()
-        self._receive(seat, claims, lost)
+        return claims
 
-    @rule(seat=seats, lost=st.booleans())
+    @precondition(lambda self: self.model.ready())
+    @rule(seat=seats, verdict=verdicts, resend=sometimes)
+    def claim_and_settle(self, seat: str, verdict: Verdict, resend: bool) -> None:
+        """Where jobs get to when nothing goes wrong."""
+        settlements = [self._settlement(claim, verdict) for claim in self._claim(seat, 1)]
+        for _ in range(2 if resend else 1):
+            self._settle(settlements)
+
+    @precondition(lambda self: self.model.unfinished())
+    @rule(seat=seats, lost=sometimes)
     def reclaim(self, seat: str, lost: bool) -> None:
         poisoned, taken = self.model.poisoned(), self.model.lost()
         due = self.model.due(in_pending=True)
@@ -166,6 +180,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.model.poison(job_id)
         self._receive(seat, claims, lost)
 
+    @precondition(lambda self: self.model.unfinished())
     @rule(seat=seats)
     def resume(self, seat: str) -> None:
         worker, hand = self._worker(seat), self.hands[seat]
@@ -177,7 +192,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._receive(seat, claims, lost=False)
 
     @precondition(lambda self: any(self.hands.values()))
-    @rule(data=st.data(), resend=st.booleans(), forget=st.booleans())
+    @rule(data=st.data(), resend=sometimes, forget=st.booleans())
     def settle(self, data: st.DataObject, resend: bool, forget: bool) -> None:
         seat = data.draw(st.sampled_from([seat for seat in SEATS if self.hands[seat]]))
         chosen = data.draw(st.lists(st.sampled_from(list(self.hands[seat])), min_size=1, max_size=3, unique=True))
@@ -200,32 +215,31 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 self.model.renew(lease)
 
-    @rule(seat=seats)
-    def crash(self, seat: str) -> None:
-        """The worker is gone, and another incarnation takes its seat."""
+    @precondition(lambda self: any(self.hands.values()))
+    @rule(seat=seats, farewell=st.booleans())
+    def crash(self, seat: str, farewell: bool) -> None:
+        """The worker is gone, and another incarnation takes its seat. One that takes its leave loses no job either."""
+        if farewell:
+            self._run(self.engine.leave(self._worker(seat), [self.queue]))
         self.hands[seat].clear()
         self.incarnations[seat] += 1
 
-    @rule(seat=seats)
-    def leave(self, seat: str) -> None:
-        self._run(self.engine.leave(self._worker(seat), [self.queue]))
-
     # Time and operators ----------------------------------------------------------------------------
 
+    @precondition(lambda self: self.model.waiting(in_pending=False))
     @rule()
     def promote(self) -> None:
         self.model.promote(self._run(self.engine.promote([self.queue], 100)).count)
 
-    @rule(units=st.sampled_from((1, 2, 4)))
+    @rule(units=st.sampled_from((1, 2, 4, 4)))
     def pass_time(self, units: int) -> None:
         self._run(self.world.advance(self.queue, units * UNIT_MS))
         self.model.now += units * UNIT_MS
 
-    @precondition(lambda self: self.model.jobs)
     @rule(data=st.data(), to=st.sampled_from(sorted(OPERATOR_TARGETS)))
     def move(self, data: st.DataObject, to: State) -> None:
         job_id = data.draw(st.sampled_from(list(self.model.jobs)))
-        expected = data.draw(st.sampled_from((None, None, *State)))
+        expected = data.draw(st.sampled_from((None, self.model.jobs[job_id].state, *State)))
         legal = self.model.may_move(job_id, to, expected)
         work = self.engine.move(self.queue, job_id, to, actor="ann", reason="chance", expected=expected)
         try:

@@ -28,7 +28,7 @@ from holdfast.core.verdict import (
 #: seconds never decides on which side of a deadline a step falls.
 UNIT_MS: Final = 1_000_000
 VISIBILITY_MS: Final = 3 * UNIT_MS + UNIT_MS // 2
-MAX_DELIVERIES: Final = 3
+MAX_DELIVERIES: Final = 2
 
 
 @dataclass(slots=True)
@@ -132,6 +132,10 @@ class Model:
         if job.taken_back:
             job.lost_leases = claim.meta.lost_leases
         self._lease(job, claim)
+
+    def unfinished(self) -> list[ModelJob]:
+        """Jobs that run, or wait to run again."""
+        return [job for job in self.jobs.values() if job.state in (State.RUNNING, State.RETRYING)]
 
     def lost(self) -> set[str]:
         return {job.job_id for job in self.jobs.values() if job.lease and job.expires_at <= self.now}

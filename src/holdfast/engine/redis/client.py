@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import hiredis
 
 from holdfast.core.states import MOVES
-from holdfast.engine.redis.connection import Address, Connection, Subscription
+from holdfast.engine.redis.connection import Address, Connection, NoReply, Subscription
 from holdfast.errors import EngineUnavailable, InvalidOption
 
 
@@ -56,6 +56,10 @@ class ScriptError(EngineUnavailable):
     """A script failed in a way that nobody foresaw; nothing is known about its writes."""
 
     code = "ENGINE_SCRIPT_ERROR"
+
+
+class ConnectionLost(EngineUnavailable):
+    """The connection broke while a call was on its way; nobody knows whether it was applied."""
 
 
 class Script:
@@ -151,6 +155,8 @@ class Client:
 
     def _failed(self, lane: Lane, exc: Exception) -> EngineUnavailable:
         error = translate(exc)
+        if isinstance(exc, ConnectionError) and not isinstance(exc, NoReply):
+            error = ConnectionLost(str(error))
         if isinstance(exc, OSError) or "READONLY" in str(exc):
             # A replica stays one: ask again where the master is.
             self.drop(lane)

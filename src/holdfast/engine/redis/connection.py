@@ -33,6 +33,10 @@ class Address:
     tls: ssl.SSLContext | None = None
 
 
+class NoReply(ConnectionError):
+    """The server holds the connection but says nothing."""
+
+
 class Connection(asyncio.Protocol):
     """Pipelined calls over one socket. Any failure fails all calls under way with `ConnectionError`."""
 
@@ -141,7 +145,7 @@ class Connection(asyncio.Protocol):
         if not self._waiting:
             return
         if self._loop.time() > self._waiting[0][1]:
-            self._fail(ConnectionError(f"no reply within {self._reply_timeout_s:g} s"))
+            self._fail(NoReply(f"no reply within {self._reply_timeout_s:g} s"))
             self.close()
             return
         self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._check_deadline)

@@ -64,8 +64,9 @@ class Diagnosis:
                 "appendfsync is no: a crash can lose half a minute of jobs",
                 "CONFIG SET appendfsync everysec (or always)",
             )
-        note = "a crash can lose the last second or two" if fsync == "everysec" else "every reply is on disk"
-        return Finding("persistence", True, f"append-only file, fsync {fsync or 'unknown'}: {note}")
+        notes = {"always": "every reply is on disk", "everysec": "a crash can lose the last second or two"}
+        note = notes.get(fsync or "", "ask whoever runs this Redis what a crash can lose")
+        return Finding("persistence", True, f"append-only file, fsync {fsync or 'unknown (CONFIG is hidden)'}: {note}")
 
     async def _eviction(self) -> Finding:
         policy = await self._config("maxmemory-policy")

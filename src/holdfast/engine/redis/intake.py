@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.core.job import Envelope, Receipt
 from holdfast.engine.port import MAX_BATCH
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Lane
+from holdfast.engine.redis.client import ConnectionLost, Lane
 from holdfast.engine.redis.store import Store
 from holdfast.errors import IntakeRefused
 
@@ -63,7 +63,13 @@ class Intake:
                 wire.meta_text(envelope.meta),
             )
         arguments = [store.nonce(), options.feed_limit, options.feed_max_bytes, len(envelopes), wire.pack(jobs)]
-        reply = await store.run(Lane.SUBMIT, "submit", queue, [*names, *key_indexes], arguments)
+        names += key_indexes
+        try:
+            reply = await store.run(Lane.SUBMIT, "submit", queue, names, arguments)
+        except ConnectionLost:
+            # Once more, over a new connection: the job ids make a second copy harmless, and a caller who tried
+            # again by itself would make new ones.
+            reply = await store.run(Lane.SUBMIT, "submit", queue, names, arguments)
         return self._receipts(queue, envelopes, reply)
 
     def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt]:

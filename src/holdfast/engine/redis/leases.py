@@ -120,6 +120,7 @@ class Leases:
         self, worker: str, queue: str, messages: Sequence[tuple[int, Any, int, bytes]], now_ms: int
     ) -> list[Claim]:
         claims: list[Claim] = []
+        await self._store.introduce(queue)
         for start in range(0, len(messages), _ADOPT_BATCH):
             part = messages[start : start + _ADOPT_BATCH]
             claims += await self._adopt_part(worker, queue, part, now_ms, keep_ids=True)

@@ -73,8 +73,7 @@ class Store:
     async def create_groups(self, queue: str) -> None:
         """Groups on all lines, from the beginning: never `$`, which would skip what waits already."""
         keys = self.keys(queue)
-        self._known.discard(queue)
-        await self.introduce(queue)
+        self._known.discard(queue)  # if the store was wiped, its name is gone too
         wanted = [(stream, group) for stream in keys.streams for group in (self.names.group, WAKE_GROUP)]
         for stream, group in [*wanted, (keys.wake, WAKE_GROUP)]:
             try:
