@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from holdfast.engine.port import Engine, RetryVia
-from holdfast.testing.contract import EngineHarness
 from holdfast.testing.machine import OPTIONS, World, engine_machine
 from tests.harness import RedisHarness, SqliteHarness
 
@@ -42,27 +41,23 @@ class ByName(Mapping[str, RetryVia]):
 
 
 class EngineWorld(World):
-    """Two engines on one store, with and without a ledger, on an event loop of their own."""
+    """One store, and engines on it, on an event loop of their own."""
 
     def __init__(self, harness: SqliteHarness | RedisHarness, runner: asyncio.Runner) -> None:
         self._harness = harness
         self._runner = runner
-        self._engines = {ledger: runner.run(self._make(harness, ledger)) for ledger in (False, True)}
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)
 
-    def engine(self, *, ledger: bool) -> Engine:
-        return self._engines[ledger]
+    async def make(self, *, ledger: bool) -> Engine:
+        return await self._harness.make(**OPTIONS, ledger=ledger, retry_via=ByName())
 
     async def advance(self, queue: str, ms: int) -> None:
         if isinstance(self._harness, RedisHarness):
             await self._harness.age_queue(queue, ms)
         else:
             await self._harness.advance(ms)
-
-    async def _make(self, harness: EngineHarness, ledger: bool) -> Engine:
-        return await harness.make(**OPTIONS, ledger=ledger, retry_via=ByName())
 
 
 def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:

@@ -56,7 +56,11 @@ REFUSED: dict[str, tuple[type[HoldfastError], str, Wrong]] = {
     "raw payload that is a number": (InvalidPayload, "", lambda s: submit_by_name(s, "work", b"7")),
     "raw payload nested too deep": (InvalidPayload, "", lambda s: submit_by_name(s, "work", b"[" * 100_000)),
     "payload too long": (PayloadTooLarge, "limit", lambda s: s.tasks.hold.submit("x" * (1024 * 1024))),
-    "raw payload too long": (PayloadTooLarge, "limit", lambda s: submit_by_name(s, "hold", b'["' + b"x" * 2**20 + b'"]')),
+    "raw payload too long": (
+        PayloadTooLarge,
+        "limit",
+        lambda s: submit_by_name(s, "hold", b'["' + b"x" * 2**20 + b'"]'),
+    ),
     "context too long": (PayloadTooLarge, "", lambda s: _with(s, context={"x": "y" * 2**20})),
     "context that is no JSON": (InvalidPayload, "", lambda s: _with(s, context={"x": object()})),
     "negative delay": (InvalidOption, "negative", lambda s: _with(s, delay=-1)),

@@ -45,7 +45,12 @@ FOREIGN: Final = {
     "context": b"{}",
 }
 #: … and as holdfast writes it: short, and with everything.
-SHORT: Final = {"holdfast": b"1 queued 0 0 1700000000000", "task_id": b"j1", "type": b"work", "payload": b'{"number":1}'}
+SHORT: Final = {
+    "holdfast": b"1 queued 0 0 1700000000000",
+    "task_id": b"j1",
+    "type": b"work",
+    "payload": b'{"number":1}',
+}
 LONG: Final = SHORT | {"tenant_id": b"acme", "idempotency_key": b"k1", "trace_id": b"t1", "meta": b""}
 
 #: Markers that pretend, in ways that parse at first sight.

@@ -114,8 +114,8 @@ async def test_a_poison_pill_is_a_dead_letter_after_max_deliveries(engine_url: s
     survivor = await site.started()
     healthy = await site.tasks.work.submit(7)
 
-    history = await site.all_is_well([pill.id], State.FAILED)
     assert await healthy.result(20) == 7
+    history = await site.all_is_well([pill.id], State.FAILED)
     assert len(site.runs(pill.id)) == 2
     view = await pill.view()
     assert view.failure is not None

@@ -108,6 +108,12 @@ def test_untyped_arguments_take_any_json(value: Any) -> None:
     assert round_trip(task, value) == {"value": value}
 
 
+def test_object_is_as_good_as_any() -> None:
+    def task(values: dict[str, object]) -> None: ...
+
+    assert round_trip(task, {"a": [1, None]}) == {"values": {"a": [1, None]}}
+
+
 def test_large_integers_and_empty_lists_survive() -> None:
     def task(n: int, items: list[int]) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import time
 
@@ -31,6 +32,14 @@ def hang(note: str) -> None:
         file.write(str(os.getpid()))
     while True:
         time.sleep(0.05)
+
+
+@app.task(process=True, timeout=0.5, retry=NO_RETRY)
+def hold_everything(note: str) -> None:
+    """As native code does that never lets go of the interpreter: no other thread of the child runs."""
+    with open(note, "w") as file:
+        file.write(str(os.getpid()))
+    ctypes.PyDLL(None).sleep(60)
 
 
 @app.task(process=True, retry=NO_RETRY)

@@ -61,10 +61,11 @@ async def test_children_run_side_by_side(app: Holdfast) -> None:
         assert len({await job.result(20) for job in jobs}) == 3
 
 
-async def test_a_child_is_killed_when_its_time_is_up(app: Holdfast, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", [tasks.hang, tasks.hold_everything], ids=lambda task: task.name)
+async def test_a_child_is_killed_when_its_time_is_up(app: Holdfast, tmp_path: Path, task: Any) -> None:
     note = tmp_path / "pid"
     async with working(app) as worker:
-        state, code, _ = await failure(app, await tasks.hang.submit(str(note)))
+        state, code, _ = await failure(app, await task.submit(str(note)))
         assert (state, code) == (State.FAILED, "TASK_TIMEOUT")
         assert not alive(int(note.read_text()))
         await eventually(lambda: worker.running == 0)

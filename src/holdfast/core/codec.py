@@ -31,6 +31,8 @@ def _decode_other(wanted: Any, value: Any) -> Any:
     if isinstance(wanted, type) and issubclass(wanted, BaseModel):
         # ValueError is what msgspec turns into its own error, with the path of the field.
         return wanted.model_validate(value)
+    if wanted is object:
+        return value
     raise TypeError(
         f"{getattr(wanted, '__name__', wanted)} cannot be read from JSON; "
         "annotate with plain types, a dataclass, a msgspec struct or a pydantic model"

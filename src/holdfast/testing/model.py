@@ -133,10 +133,6 @@ class Model:
             job.lost_leases = claim.meta.lost_leases
         self._lease(job, claim)
 
-    def unfinished(self) -> list[ModelJob]:
-        """Jobs that run, or wait to run again."""
-        return [job for job in self.jobs.values() if job.state in (State.RUNNING, State.RETRYING)]
-
     def lost(self) -> set[str]:
         return {job.job_id for job in self.jobs.values() if job.lease and job.expires_at <= self.now}
 

@@ -6,6 +6,7 @@ and takes the task from there: from a module-level name, or from an app that the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -71,9 +72,9 @@ def find(module: ModuleType, task: str) -> Plan | None:
     return next((plans[task] for plans in apps if isinstance(plans.get(task), Plan)), None)
 
 
+# Cached here, not looked up in sys.modules: importing `multiprocessing` puts the child's own main module there.
+@functools.cache
 def _load_file(file: str) -> ModuleType:
-    if _MAIN_ALIAS in sys.modules:
-        return sys.modules[_MAIN_ALIAS]
     spec = importlib.util.spec_from_file_location(_MAIN_ALIAS, file)
     if spec is None or spec.loader is None:
         raise InvalidOption(f"the task's module has no file that a child process could load ({file!r})")

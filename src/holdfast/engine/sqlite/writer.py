@@ -31,7 +31,7 @@ _log = logging.getLogger("holdfast.engine.sqlite")
 #: How many operations share a commit at most; more would keep the first ones waiting.
 _GROUP: Final = 128
 #: How often to look for other processes' work while somebody waits.
-_LOOK_EVERY_S: Final = 0.02
+_LOOK_EVERY_S: Final = 0.005
 #: How long `close` waits for what was asked for.
 _CLOSE_S: Final = 10.0
 
