@@ -164,6 +164,13 @@ class Site:
         await worker.has_said(" started on ")
         return worker
 
+    async def started_all(self, count: int, *words: str) -> list[WorkerProcess]:
+        """Several of them."""
+        workers = [self.start("worker", *words) for _ in range(count)]
+        for worker in workers:
+            await worker.has_said(" started on ")
+        return workers
+
     def _environment(self, url: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
         path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
@@ -186,9 +193,19 @@ class Site:
         runs = [Run(name, int(attempt), int(pid)) for name, attempt, pid in rows]
         return [run for run in runs if job_id in (None, run.job_id)]
 
+    async def has_runs(self, job_ids: Iterable[str], count: int) -> None:
+        """Wait until the code of each has been called so often."""
+        wanted = set(job_ids)
+
+        def look() -> bool:
+            runs = Counter(run.job_id for run in self.runs())
+            return all(runs[job_id] >= count for job_id in wanted)
+
+        await eventually(look, f"{len(wanted)} jobs to run {count} times")
+
     async def is_running(self, job_id: str) -> None:
         """Wait until its code has been called."""
-        await eventually(lambda: self.runs(job_id), f"job {job_id} to run")
+        await self.has_runs([job_id], 1)
 
     async def events(self) -> list[Event]:
         await self.app.open()

@@ -113,7 +113,7 @@ def test_two_tasks_of_one_name_are_refused(site: Site) -> None:
 def test_a_policy_that_cannot_be_is_refused(site: Site) -> None:
     for wrong in ({"max_retries": -1}, {"base": -1.0}, {"delays": [-1]}, {"multiplier": 0.0}, {"jitter": -0.1}):
         with pytest.raises(InvalidOption):
-            Retry(**wrong)  # type: ignore[arg-type]
+            Retry(**wrong)
     with pytest.raises(InvalidOption, match="timeout"):
         site.app.task(timeout=-1)
     with pytest.raises(InvalidOption, match="heartbeat"):

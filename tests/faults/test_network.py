@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 import pytest
@@ -194,7 +195,7 @@ async def test_everything_at_once(link: Link) -> None:
     link.proxy.delay_s = 0.01
     async with working(link.app, concurrency=5):
         for wanted in (20, 40, 60):
-            await eventually(lambda wanted=wanted: len(link.site.runs()) >= wanted, f"{wanted} runs")
+            await eventually(partial(_has_run, link, wanted), f"{wanted} runs")
             await link.proxy.cut()
         await link.site.all_is_well(jobs)
     # Within the lease a broken connection makes nothing run twice.
@@ -247,12 +248,16 @@ def _is_renewed(link: Link, job_id: str) -> Callable[[], Awaitable[bool]]:
         async with Redis.from_url(link.site.url) as redis:
             stream = Keys("default", Names(namespace=str(link.site.settings["namespace"]))).streams[1]
             rows = await redis.xpending_range(stream, "cg:workers", "-", "+", 10)
-        idle_ms = rows[0]["time_since_delivered"]
+        idle_ms = int(rows[0]["time_since_delivered"])
         renewed = idle_ms < oldest_ms
         oldest_ms = max(oldest_ms, idle_ms)
         return bool(renewed)
 
     return look
+
+
+def _has_run(link: Link, count: int) -> bool:
+    return len(link.site.runs()) >= count
 
 
 def _each_ran_once(link: Link) -> None:

@@ -41,11 +41,9 @@ def is_sound(path: Path) -> bool:
 
 
 async def test_two_processes_on_one_file_and_one_is_killed(sqlite_site: Site) -> None:
-    """Both work, the test submits from a third; the dead one's half-written transaction, if any, is nobody's problem."""
+    """Both work, the test submits from a third; what the dead one had half written is nobody's problem."""
     site = sqlite_site
-    workers = [site.start("worker", "--concurrency", "5") for _ in range(2)]
-    for worker in workers:
-        await worker.has_said(" started on ")
+    workers = await site.started_all(2, "--concurrency", "5")
     jobs = [job.id for job in await site.tasks.nap.submit_many((number, 0.01) for number in range(150))]
     jobs += [(await site.tasks.flaky.submit()).id for _ in range(10)]
     await eventually(lambda: len({run.pid for run in site.runs()}) == 2 and len(site.runs()) >= 50, "both to work")
@@ -137,23 +135,35 @@ def tiny_disk(folder: Path, kib: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+async def _fill(site: Site) -> list[str]:
+    """Submit large jobs until the disk is full; those that were accepted."""
+    large = site.tasks.work.options(context={"padding": "x" * 20_000})
+    accepted: list[str] = []
+    while True:
+        (job,) = await asyncio.gather(large.submit(1), return_exceptions=True)
+        if isinstance(job, BaseException):
+            assert isinstance(job, EngineUnavailable)
+            assert "disk is full" in str(job)
+            return accepted
+        accepted.append(job.id)
+
+
 async def test_a_disk_that_is_full(tmp_path: Path, make_site: MakeSite, caplog: pytest.LogCaptureFixture) -> None:
     """Submissions are refused and nothing of them is kept; with room again, all that was accepted ends."""
     with tiny_disk(tmp_path / "disk", 1_024) as disk:
         site = make_site(f"sqlite:///{disk / 'holdfast.db'}")
-        accepted: list[str] = []
-        padding = "x" * 20_000
-        with pytest.raises(EngineUnavailable, match="disk is full"):
-            for _ in range(200):
-                accepted.append((await site.tasks.work.options(context={"padding": padding}).submit(1)).id)
-        assert accepted
+        accepted = await _fill(site)
         assert any(record.levelname == "CRITICAL" for record in caplog.records)
         with pytest.raises(EngineUnavailable, match="disk is full"):
             await site.tasks.work.submit_many((number,) for number in range(1_000))
         assert sum((await site.app.engine.stats("default")).states.values()) == len(accepted)
 
         async with working(site.app):
-            subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
+            remount(disk, "size=16m")
             more = await site.tasks.work.submit(2)
             await site.all_is_well([*accepted, more.id])
         assert len(site.runs()) == len(accepted) + 1
@@ -168,11 +178,11 @@ async def test_a_disk_that_is_full(tmp_path: Path, make_site: MakeSite, caplog: 
 def read_only(folder: Path, path: Path) -> Iterator[None]:
     """Nobody may write there. Root may write anywhere, so for it the whole file system is made read-only."""
     if os.geteuid() == 0:
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        remount(folder, "ro")
         try:
             yield
         finally:
-            subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+            remount(folder, "rw")
         return
     places = [folder, *folder.glob(f"{path.name}*")]
     for place in places:

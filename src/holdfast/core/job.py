@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from enum import IntEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -72,17 +72,24 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: Failure | None = None
 
 
+#: Bounds are checked when a message is read: other programs can write to a line.
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+Instant = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+Line = Annotated[int, msgspec.Meta(ge=0, le=len(Priority) - 1)]
+
+
 class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a job carries beside its arguments; empty for a fresh job with default policy."""
 
-    retry_count: int = 0
-    lost_leases: int = 0
-    unavailable_count: int = 0
-    unavailable_since_ms: int = 0
-    priority: int = Priority.NORMAL
-    run_at_ms: int = 0
+    retry_count: Count = 0
+    #: Below zero for a retry in the pending list, whose earlier deliveries were no lost leases.
+    lost_leases: Annotated[int, msgspec.Meta(ge=-(10**9), le=10**9)] = 0
+    unavailable_count: Count = 0
+    unavailable_since_ms: Instant = 0
+    priority: Line = Priority.NORMAL
+    run_at_ms: Instant = 0
     retry: Retry | None = None
-    max_retries: int | None = None
+    max_retries: Count | None = None
     context: dict[str, Any] | None = None
     history: tuple[Attempt, ...] = ()
     dlq_id: str = ""

@@ -109,9 +109,11 @@ def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
             case "created":
                 yield _creation(job_id, State.QUEUED, at_ms, *rest)
             case "claimed":
-                yield _claim(job_id, State.QUEUED, at_ms, worker, rest[0], 0)
+                attempt, claimer = rest
+                yield _claim(job_id, State.QUEUED, at_ms, claimer, attempt, 0)
             case "reclaimed":
-                yield from _reclaimed([[job_id, "", *rest, ""]], at_ms, worker)
+                *lease, taker = rest
+                yield from _reclaimed([[job_id, "", *lease, ""]], at_ms, taker)
             case "duplicate":
                 yield Event(
                     type=DUPLICATE_EVENT,

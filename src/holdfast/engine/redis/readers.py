@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import JobView
+from holdfast.core.job import EMPTY_META, Failure, JobView
 from holdfast.core.states import FINAL, State
+from holdfast.core.verdict import MESSAGE_GONE
 from holdfast.engine.port import (
     Cancelled,
     Control,
@@ -213,6 +214,8 @@ def view_of_reply(queue: str, job_id: str, reply: list[Any]) -> JobView:
 
 def _view_in_line(queue: str, job_id: str, state: State, reply: list[Any]) -> JobView:
     record, fields, owner, deliveries, due = reply
+    if not fields:
+        return _view_without_message(queue, job_id, state, owner.decode())
     line, _, message_id = record.split(b" ", 1)[0].partition(b":")
     entry = (message_id, fields)
     parse = wire.parse_entry if wire.is_ours(fields) else wire.parse_known
@@ -238,6 +241,26 @@ def _view_in_line(queue: str, job_id: str, state: State, reply: list[Any]) -> Jo
         worker="" if waits else owner.decode(),
         failure=meta.history[-1].failure if meta.history and state is State.RETRYING else None,
         next_attempt_at_ms=int(float(due)) if due else 0,
+    )
+
+
+def _view_without_message(queue: str, job_id: str, state: State, owner: str) -> JobView:
+    """Somebody deleted the message (XDEL, XTRIM, DEL on a task stream); its id and state are all that is left."""
+    failure = Failure(MESSAGE_GONE, "its message was deleted from the stream, by another program than holdfast")
+    return JobView(
+        job_id=job_id,
+        task="",
+        queue=queue,
+        tenant_id="",
+        state=State.RUNNING if owner else state,
+        attempt=0,
+        payload=b"",
+        idempotency_key="",
+        trace_id="",
+        meta=EMPTY_META,
+        created_at_ms=0,
+        worker=owner,
+        failure=failure,
     )
 
 

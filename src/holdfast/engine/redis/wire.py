@@ -7,6 +7,7 @@ order, without the marker.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -33,8 +34,13 @@ PROTOCOL_VERSION: Final = 1
 MARKER: Final = b"holdfast"
 #: Names and values of a message of ours: one that has nothing to say beside its payload, and any other.
 _SHORT: Final = 8
+_NAMES: Final = [MARKER, b"task_id", b"type", b"payload"]
 _LONG: Final = 16
 _MAX_ID: Final = 200
+_MAX_TEXT: Final = 1_000
+_MAX_COUNT: Final = 10**9
+
+_match_head: Final = re.compile(rb"1 (?:queued|retrying) (\d{1,9}) \d{1,9} (\d{1,15})\Z").match
 
 encode_json: Final = msgspec.json.Encoder().encode
 _decode_meta: Final = msgspec.json.Decoder(Meta).decode
@@ -106,7 +112,7 @@ def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, delive
     """A message of ours as a claim. Raises `Malformed` for one that only pretends to be."""
     fields = entry[1]
     try:
-        _, _, attempts, _, created_at = fields[1].split()
+        attempts, created_at = _match_head(fields[1]).groups()  # type: ignore[union-attr]
         job_id = fields[3].decode()
         lease = Lease(queue, job_id, f"{line}:{entry[0].decode()}", deliveries, worker)
         tenant_id, key, trace_id, meta = DEFAULT_TENANT, job_id, "", EMPTY_META
@@ -125,13 +131,13 @@ def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, delive
             now_ms,
             meta,
         )
-    except (ValueError, IndexError, msgspec.MsgspecError) as exc:
+    except (ValueError, AttributeError, msgspec.MsgspecError) as exc:
         raise Malformed(f"the message has holdfast's marker, but not its fields: {exc}") from exc
 
 
 def is_ours(fields: Sequence[Any]) -> bool:
-    """Whether holdfast wrote this message."""
-    return len(fields) in (_SHORT, _LONG) and fields[0] == MARKER
+    """Whether holdfast wrote this message: its own fields in its own order."""
+    return len(fields) in (_SHORT, _LONG) and fields[0:8:2] == _NAMES
 
 
 def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int) -> Claim:
@@ -175,8 +181,8 @@ def _foreign_meta(fields: Mapping[bytes, bytes], line: int) -> Meta:
     max_retries, context = fields.get(b"max_retries"), fields.get(b"context")
     try:
         retries = int(max_retries) if max_retries else None
-        if retries is not None and retries < 0:
-            raise ValueError("it is negative")
+        if retries is not None and not 0 <= retries <= _MAX_COUNT:
+            raise ValueError(f"it is not between 0 and {_MAX_COUNT:,}")
     except ValueError as exc:
         raise Malformed(f"max_retries is no count: {exc}") from exc
     values = None
@@ -249,6 +255,8 @@ def printable(value: bytes) -> str:
 
 def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
     value = fields.get(name, b"")
+    if len(value) > _MAX_TEXT:
+        raise Malformed(f"{name.decode()} has {len(value):,} bytes, the limit is {_MAX_TEXT:,}")
     try:
         return value.decode()
     except UnicodeDecodeError as exc:
@@ -280,7 +288,7 @@ def claim_body(claim: Claim, meta: Meta, attempts: int, **more: Any) -> Body:
     """A claimed job as a body, for when it leaves the line."""
     return Body(
         task=claim.task,
-        payload=claim.payload.decode(),
+        payload=printable(claim.payload),
         tenant_id=claim.tenant_id,
         idempotency_key=claim.idempotency_key,
         trace_id=claim.trace_id,
@@ -327,7 +335,7 @@ def body_of_view(view: JobView, meta: Meta, **more: Any) -> Body:
     meta = msgspec.structs.replace(meta, run_at_ms=0)
     return Body(
         task=view.task,
-        payload=view.payload.decode(),
+        payload=printable(view.payload),
         tenant_id=view.tenant_id,
         idempotency_key=view.idempotency_key,
         trace_id=view.trace_id,

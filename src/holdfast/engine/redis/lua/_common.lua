@@ -33,6 +33,12 @@ local function split_place(place)
   return tonumber(line), id
 end
 
+-- Whether holdfast wrote this message: its own fields in its own order (`wire.is_ours` says the same).
+local function is_ours(fields)
+  return fields[1] == 'holdfast' and fields[3] == 'task_id' and fields[5] == 'type' and fields[7] == 'payload'
+    and (#fields == 8 or #fields == 16)
+end
+
 -- Calls a command on many values, a thousand at a time.
 local function in_chunks(values, call)
   for first = 1, #values, CHUNK do

@@ -14,7 +14,7 @@ local FIRST_KEY, FIRST_ARG, STRIDE = 9, 9, 15
 local reader = redis.call('HGET', control, 'reader')
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
 local now = number(now_ms())
-local reply, moves, ended, letters = {}, {}, {}, {}
+local reply, moves, ended, letters, taken = {}, {}, {}, {}, {}
 for i = 1, n do
   local packed = ARGV[FIRST_ARG + (i - 1) * STRIDE + 7]
   letters[i] = packed ~= '' and cmsgpack.unpack(packed)
@@ -31,25 +31,30 @@ for i = 1, n do
     reply[i] = 'stale'
   elseif known[i] and place_of(known[i]) == place then
     local owner = ARGV[arg + 15]
-    if owner ~= '' then moves[#moves + 1] = { 'reclaimed', job_id, deliveries, owner, id } end
+    if owner ~= '' then moves[#moves + 1] = { 'reclaimed', job_id, deliveries, owner, id, worker } end
     reply[i] = 'adopted'
-  elseif known[i] and fault ~= '' then
+  elseif (known[i] or taken[job_id]) and fault ~= '' then
     reply[i] = 'clash'
-  elseif known[i] or (first and first ~= job_id) then
+  elseif known[i] or taken[job_id] or (first and first ~= job_id) then
     redis.call('XACK', stream, group, id)
     redis.call('XDEL', stream, id)
     moves[#moves + 1] = { 'duplicate', first or job_id, id }
     reply[i] = 'duplicate'
   else
-    -- Known from here on: a batch may hold two copies.
-    known[i] = place
+    -- A batch may hold two copies.
+    taken[job_id] = true
     if key_index > 0 then known[key_index] = job_id end
     local created = { 'created', job_id, ARGV[arg + 9], ARGV[arg + 10], ARGV[arg + 11], ARGV[arg + 12], ARGV[arg + 13], ARGV[arg + 14] }
     moves[#moves + 1] = created
     if fault == '' then
       redis.call('SET', record, place .. ' queued -')
       if key_index > 0 then redis.call('SET', KEYS[FIRST_KEY + key_index], job_id) end
-      moves[#moves + 1] = { 'claimed', job_id, deliveries }
+      -- Workers that died before they could adopt it had attempts too; only the last of them is known by name.
+      local owner = ARGV[arg + 15]
+      moves[#moves + 1] = { 'claimed', job_id, 1, owner == '' and worker or owner }
+      for lost = 2, deliveries do
+        moves[#moves + 1] = { 'reclaimed', job_id, lost, owner, id, lost == deliveries and worker or owner }
+      end
       reply[i] = 'adopted'
     else
       redis.call('XACK', stream, group, id)

@@ -25,7 +25,7 @@ for turn = 7, 9 do
     reply[#reply + 1] = entries
     for _, entry in ipairs(entries) do
       local fields = entry[2]
-      if fields[1] == 'holdfast' then
+      if is_ours(fields) then
         local m = #moves
         moves[m + 1], moves[m + 2] = fields[4], fields[2]
       end

@@ -32,7 +32,7 @@ for _, job in ipairs(due) do
   local r = #reply
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = line, deliveries, entry, records[i]
   local fields, _, _, _, body = entry[2], header_of(records[i])
-  moves[#moves + 1] = { job_id, fields[1] == 'holdfast' and fields[2] or '', deliveries, cmsgpack.unpack(body)[RETRIES] }
+  moves[#moves + 1] = { job_id, is_ours(fields) and fields[2] or '', deliveries, cmsgpack.unpack(body)[RETRIES] }
 end
 for _, job_id in ipairs(strays) do redis.call('ZREM', waiting, job_id) end
 feed(feed_key, feed_limit, controls[2], nonce, 'retaken', number(at), worker, moves)

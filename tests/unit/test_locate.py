@@ -1,0 +1,30 @@
+"""A child finds the task of a script whatever was imported before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+from holdfast import Holdfast
+
+app = Holdfast("sqlite://")
+
+@app.task(process=True)
+def hello() -> None: ...
+"""
+
+CHILD = """
+import multiprocessing  # makes an alias of the main module, which is not the script
+from holdfast.worker.locate import Place, load
+
+place = Place("", "script.py", "hello")
+print(load(place).name, load(place) is load(place))
+"""
+
+
+def test_a_script_is_found_after_multiprocessing_was_imported(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run([sys.executable, "-c", CHILD], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("hello True\n", "")
