@@ -40,11 +40,12 @@ class FaultProxy(Proxy):
         super().__init__(target_port)
         self._sign = b""
         self._fault = ""
-        self._stalled: asyncio.TimerHandle | None = None
+        self._cutting: asyncio.Future[None] | None = None
         self.hit = asyncio.Event()
 
     def arm(self, verb: str, fault: str) -> None:
-        """`delay`, `stall`, `cut` (the request never arrives) or `lose` (only the reply does not)."""
+        """`delay`, `stall`, `cut` (the request never arrives), `lose` (only the reply does not), or `part`: from
+        this request on nothing goes through, until `join`."""
         self._sign, self._fault = Script(verb).sha, fault
 
     def _take_doomed(self, request: bytes) -> bool:
@@ -52,15 +53,22 @@ class FaultProxy(Proxy):
             return super()._take_doomed(request)
         fault, self._sign = self._fault, b""
         self.hit.set()
-        if fault == "cut":
+        if fault == "part":
+            self.refuse = True
+            self._cutting = asyncio.ensure_future(self.cut())
+        if fault in ("cut", "part"):
             raise ConnectionResetError("cut before the request was passed on")
         if fault == "stall":
             self.stall()
-            self._stalled = asyncio.get_running_loop().call_later(STALL_S, self.flow)
+            asyncio.get_running_loop().call_later(STALL_S, self.flow)
         elif fault == "delay":
             self.delay_s = 0.2
             asyncio.get_running_loop().call_later(0.3, self._hurry)
         return fault == "lose"
+
+    def join(self) -> None:
+        """The end of a partition."""
+        self.refuse = False
 
     def _hurry(self) -> None:
         self.delay_s = 0.0
@@ -185,6 +193,29 @@ async def test_reclaim(redis_url: str, link: Link, verb: str, fault: str) -> Non
     await app.close()
     assert {run.attempt for run in link.site.runs()} == {2}
     assert len(link.site.runs()) == 5
+
+
+async def test_a_verdict_that_comes_after_the_lease_is_refused(link: Link) -> None:
+    """The worker is cut off when it wants to settle, and comes back when another one has done its job."""
+    short = {"visibility_timeout_s": 1.0, "heartbeat_interval_s": 0.2}
+    late, _ = link.site.make_app(link.proxy.url, **short)
+    heir, _ = link.site.make_app(**short)
+    gate = link.site.gate()
+    async with working(late) as worker:
+        job = await link.site.tasks.hold.submit(str(gate))
+        await link.site.is_running(job.id)
+        link.proxy.arm("settle", "part")
+        gate.touch()
+        await asyncio.wait_for(link.proxy.hit.wait(), 10)
+        async with working(heir):
+            await link.site.all_is_well([job.id])
+        assert worker.in_hand == 1
+        link.proxy.join()
+        await eventually(lambda: worker.in_hand == 0, "the answer to the late verdict")
+        assert late.engine.counts.stale_settles == 1
+        history = await link.site.all_is_well([job.id])
+    assert await job.result() == "attempt 2"
+    assert history.stories[job.id].moves.count("task.succeeded") == 1
 
 
 async def test_everything_at_once(link: Link) -> None:

@@ -94,24 +94,6 @@ async def test_a_worker_that_was_stopped_past_its_lease_changes_nothing(site: Si
 
 
 @pytest.mark.redis
-async def test_the_verdict_of_a_stopped_worker_is_refused(redis_site: Site) -> None:
-    """Its run is over when it is stopped, so that the first thing it does after the pause is to settle."""
-    site, gate = redis_site, redis_site.gate()
-    late = await site.started()
-    job = await site.tasks.hold_in_thread.submit(str(gate))
-    await site.has_runs([job.id], 1)
-    late.pause()
-    async with working(site.app):
-        await site.has_runs([job.id], 2)
-        gate.touch()
-        await site.all_is_well([job.id])
-        late.resume()
-        await late.has_said("came too late")
-        await site.all_is_well([job.id])
-    assert await job.result() == "attempt 2"
-
-
-@pytest.mark.redis
 async def test_a_blocked_event_loop_keeps_its_lease(redis_site: Site) -> None:
     """For two and a half times the lease, with a second worker that would take the job at once.
     (Embedded: `tests/worker/test_leases.py`.)"""

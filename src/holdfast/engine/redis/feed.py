@@ -12,6 +12,9 @@ from holdfast.core.states import DUPLICATE_EVENT, State, event_for
 from holdfast.engine.port import FeedEntry
 from holdfast.engine.redis.wire import as_dict, meta_from
 
+#: Values a job in entries that tell a caller's arguments as they came.
+_WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 9, "settled_for_ledger": 9}
+
 _NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.DLQ_RECORDED}
 
 
@@ -19,15 +22,25 @@ def parse_feed_entry(entry: list[Any]) -> FeedEntry:
     """One stream entry as events, in the order in which they happened."""
     fields = as_dict(entry[1])
     at_ms, worker = int(fields[b"at"]), fields[b"worker"].decode()
+    kind = fields[b"kind"].decode()
     moves = _unpack(fields[b"moves"])
-    read = _READERS[fields[b"kind"].decode()]
+    if skipped := fields.get(b"skipped"):
+        moves = _without(moves, set(_unpack(skipped)), _WIDTHS[kind])
+    read = _READERS[kind]
     return FeedEntry(entry[0].decode(), fields[b"nonce"].decode(), list(read(moves, at_ms, worker)))
 
 
 def _created(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for job_id, state, task, payload, tenant, key, trace, meta, due in _strides(moves, 9):
-        run_at_ms = int(due) if due.isdigit() else 0
-        yield _creation(job_id, State(state), at_ms, task, payload, tenant, key, trace, meta, run_at_ms)
+    for _, job_id, task, payload, due, _, tenant, key, trace, meta in _strides(moves, _WIDTHS["created"]):
+        *hold, how, ms = due.split() if " " in due else (*due.split(), "", "0")
+        run_at_ms = at_ms + int(ms) if how == "in" else int(ms)
+        state = State.WAITING_APPROVAL if hold else State.QUEUED
+        yield _creation(job_id, state, at_ms, task, payload, tenant, key, trace, meta, run_at_ms)
+
+
+def _created_plain(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for _, job_id, task, payload in _strides(moves, _WIDTHS["created_plain"]):
+        yield _creation(job_id, State.QUEUED, at_ms, task, payload, DEFAULT_TENANT, job_id, "", "")
 
 
 def _creation(
@@ -131,15 +144,23 @@ def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
 
 
 def _settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for job_id, target, attempt, retries, data, due in _strides(moves, 6):
+    """Settles of an engine without a ledger: a dead letter goes on to its end in the same step."""
+    for event in _settled_for_ledger(moves, at_ms, worker):
+        yield event
+        if event.to_state is State.DLQ_PENDING:
+            for from_state, to_state in ((State.DLQ_PENDING, State.DLQ_RECORDED), (State.DLQ_RECORDED, State.FAILED)):
+                yield _step(event.job_id, from_state, to_state, at_ms, worker, None, event.attempt, event.retry_count)
+
+
+def _settled_for_ledger(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for _, _, _, job_id, target, data, attempt, retries, more in _strides(moves, _WIDTHS["settled"]):
         to_state = State(target)
-        from_state = _NEXT_FROM.get(to_state, State.RUNNING)
-        details: dict[str, Any] | None = None
+        details: dict[str, Any] = {}
         if data:
             details = {"result": data} if to_state is State.SUCCEEDED else msgspec.json.decode(data)
-        if due:
-            details = {**(details or {}), "next_attempt_at_ms": int(due)}
-        yield _step(job_id, from_state, to_state, at_ms, worker, details, int(attempt), int(retries))
+        if to_state is State.RETRYING or (to_state is State.QUEUED and more[0]):
+            details["next_attempt_at_ms"] = at_ms + more[0]
+        yield _step(job_id, State.RUNNING, to_state, at_ms, worker, details or None, attempt, retries)
 
 
 def _moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
@@ -175,9 +196,11 @@ def _step(
 
 _READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
     "created": _created,
+    "created_plain": _created_plain,
     "claimed": _claimed,
     "adopted": _adopted,
     "settled": _settled,
+    "settled_for_ledger": _settled_for_ledger,
     "reclaimed": _reclaimed,
     "retaken": _retaken,
     "moved": _moved,
@@ -197,6 +220,16 @@ def _head(head: str) -> tuple[State, int, int]:
 
 def _strides(values: list[Any], width: int) -> Iterator[tuple[Any, ...]]:
     return zip(*(iter(values),) * width, strict=True)
+
+
+def _without(moves: list[Any], skipped: set[int], width: int) -> list[Any]:
+    """The moves that were made: positions count from 1."""
+    return [
+        value
+        for position in range(len(moves) // width)
+        if position + 1 not in skipped
+        for value in moves[position * width : (position + 1) * width]
+    ]
 
 
 def _unpack(packed: bytes) -> list[Any]:

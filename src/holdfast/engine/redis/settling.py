@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.core.job import Claim, new_job_ids
+from holdfast.core.states import State
 from holdfast.core.verdict import (
     TARGETS,
     Answer,
@@ -71,7 +72,7 @@ class Settling:
         self, keys: Keys, queue: str, worker: str, settlements: Sequence[Settlement]
     ) -> tuple[list[bytes], list[Any]]:
         store, options = self._store, self._store.options
-        count = len(settlements)
+        count, parking = len(settlements), store.parking(queue)
         records: list[bytes] = []
         expiring: list[bytes] = []
         jobs: list[Any] = []
@@ -94,6 +95,8 @@ class Settling:
                 more: Any = (0, key_index, keep_ms) if key_index else 0
             else:
                 target, body, data, retries, delay_ms, letter = _other_verdict(settlement)
+                if parking and target == State.RETRYING:
+                    delay_ms = max(delay_ms, options.pending_idle_ms)
                 more = (delay_ms, key_index, keep_ms, letter)
             bodies.append(body)
             jobs += (int(line), message_id, lease.deliveries, lease.job_id, target, data, claim.attempt, retries, more)
@@ -107,8 +110,7 @@ class Settling:
             options.result_limit,
             int(options.ledger),
             int(bool(store.names.stream_dlq)),
-            store.parking(queue),
-            options.pending_idle_ms,
+            parking,
         ]
         for of_line in ids:
             arguments += _span(of_line)
@@ -146,12 +148,12 @@ def fixed_keys(keys: Keys) -> tuple[bytes, ...]:
     )
 
 
-def _span(ids: Sequence[str]) -> tuple[str, str]:
-    """Lowest and highest instant of message ids. Thirteen digits compare as text; what a text comparison
-    gets wrong (ids that somebody chose by hand) the script finds one by one."""
+def _span(ids: Sequence[str]) -> tuple[int, str, str]:
+    """How many message ids, their lowest and highest instant. Thirteen digits compare as text; what a text
+    comparison gets wrong (ids that somebody chose by hand) the script finds one by one."""
     if not ids:
-        return "", ""
-    return min(ids).partition("-")[0], max(ids).partition("-")[0]
+        return 0, "", ""
+    return len(ids), min(ids).partition("-")[0], max(ids).partition("-")[0]
 
 
 def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...]:

@@ -18,7 +18,6 @@ from holdfast.core.job import (
     EMPTY_META,
     Attempt,
     Claim,
-    Envelope,
     Failure,
     JobView,
     Lease,
@@ -90,22 +89,6 @@ def meta_text(meta: Meta) -> str:
 def meta_from(text: bytes | str) -> Meta:
     """The other way."""
     return _decode_meta(text) if text else EMPTY_META
-
-
-def envelope_body(envelope: Envelope) -> Body:
-    """The body of a job that is delayed or held at submission. `created_at` is the script's to know."""
-    return Body(
-        task=envelope.task,
-        payload=envelope.payload.decode(),
-        tenant_id=envelope.tenant_id,
-        idempotency_key=envelope.idempotency_key or envelope.job_id,
-        trace_id=envelope.trace_id,
-        meta=meta_text(envelope.meta),
-        attempts="0",
-        retries="0",
-        created_at="0",
-        line=str(int(envelope.meta.priority)),
-    )
 
 
 def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int, now_ms: int) -> Claim:

@@ -62,15 +62,21 @@ local function put_in_line(streams, body, state, job_id)
   return line .. ':' .. id
 end
 
--- One feed entry for one atomic step. Bounded while nobody has ever registered as its reader.
-local function feed(key, limit, reader, nonce, kind, at, worker, moves)
-  if #moves == 0 then return '' end
-  local packed = cmsgpack.pack(moves)
+-- One feed entry for one atomic step, bounded while nobody has ever registered as its reader. `packed` is told as it came
+-- from the caller, all but the positions in `skipped`: packing it again would cost more than most of the step.
+local function feed_packed(key, limit, reader, nonce, kind, at, worker, packed, skipped)
+  local left_out = #skipped > 0 and cmsgpack.pack(skipped) or ''
   if reader then
-    return redis.call('XADD', key, '*', 'kind', kind, 'at', at, 'worker', worker, 'nonce', nonce, 'moves', packed)
+    return redis.call('XADD', key, '*',
+      'kind', kind, 'at', at, 'worker', worker, 'nonce', nonce, 'moves', packed, 'skipped', left_out)
   end
   return redis.call('XADD', key, 'MAXLEN', '~', limit, '*',
-    'kind', kind, 'at', at, 'worker', worker, 'nonce', nonce, 'moves', packed)
+    'kind', kind, 'at', at, 'worker', worker, 'nonce', nonce, 'moves', packed, 'skipped', left_out)
+end
+
+local function feed(key, limit, reader, nonce, kind, at, worker, moves)
+  if #moves == 0 then return '' end
+  return feed_packed(key, limit, reader, nonce, kind, at, worker, cmsgpack.pack(moves), {})
 end
 
 -- Tells those who sleep until the next job is due, if this one is due earlier than all others.
@@ -81,15 +87,15 @@ local function tell_if_first(set, notices, due)
   end
 end
 
--- Which of these entries does the worker hold, and delivered how often? One range question while its
--- pending list is short in that span; single questions for what the range did not reach.
-local function deliveries_held(stream, group, worker, ids, low, high)
+-- Which of its entries does the worker hold, and delivered how often? One range question while its pending list is short
+-- in that span; single questions, about the ids that `list_ids` gives, for what the range did not reach.
+local function deliveries_held(stream, group, worker, wanted, low, high, list_ids)
   local held = {}
-  local count = 4 * #ids + 16
+  local count = 4 * wanted + 16
   local rows = redis.call('XPENDING', stream, group, low, high, count, worker)
-  for _, row in ipairs(rows) do held[row[1]] = row[4] end
+  for i = 1, #rows do held[rows[i][1]] = rows[i][4] end
   if #rows == count then
-    for _, id in ipairs(ids) do
+    for _, id in ipairs(list_ids()) do
       if not held[id] then
         local row = redis.call('XPENDING', stream, group, id, id, 1, worker)[1]
         if row then held[id] = row[4] end

@@ -13,7 +13,8 @@ for i = 1, n do
 end
 local held = {}
 for line = 1, 3 do
-  held[line] = #ids[line] > 0 and deliveries_held(KEYS[line], group, worker, ids[line], '-', '+') or {}
+  local of_line = ids[line]
+  held[line] = #of_line > 0 and deliveries_held(KEYS[line], group, worker, #of_line, '-', '+', function() return of_line end)
 end
 local mine, lost = { {}, {}, {} }, {}
 for i, place in ipairs(places) do

@@ -2,9 +2,9 @@
 -- KEYS   1-3 streams  4 feed  5 result  6 dlq  7 retry  8 waiting  9 suspended  10 held  11 dead  12 delayed  13 control
 --        14 waiters  15 notices  then n records, then idempotency keys
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
---        10 consumer that holds retries in the pending list ('' if they wait in a set)  11 pending idle
---        12-17 lowest and highest instant in each line ('' if none)
---        18 packed, 9 values a job: line, message id, deliveries, job id, target state, data, attempt, retry count,
+--        10 consumer that holds retries in the pending list ('' if they wait in a set)
+--        11-19 for each line: how many jobs, lowest and highest instant of their messages
+--        20 packed, 9 values a job: line, message id, deliveries, job id, target state, data, attempt, retry count,
 --        more (0 | {delay, index of its idempotency key (0: none), ms the key outlives the job, dead letter's fields})
 --        then n bodies
 -- Reply  position (from 1) and 'already' | 'stale' of each that was not applied
@@ -13,78 +13,81 @@ local feed_key, results, dlq, retry, waiting, suspended = KEYS[4], KEYS[5], KEYS
 local held_set, dead, delayed, control, waiters, notices = KEYS[10], KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
-local parking, pending_idle = ARGV[10], tonumber(ARGV[11])
-local jobs = cmsgpack.unpack(ARGV[18]) -- one argument: nine a job would cost Redis more than the jobs themselves
-local FIRST_KEY, FIRST_BODY, STRIDE = 15, 18, 9
+local parking = ARGV[10]
+-- One packed argument: nine a job would cost Redis more than the jobs themselves.
+local jobs = cmsgpack.unpack(ARGV[20])
+local FIRST_KEY, FIRST_BODY, STRIDE = 15, 20, 9
 local LINE_AT, ID_AT, DELIVERIES_AT, JOB_AT, TARGET_AT, DATA_AT, ATTEMPT_AT, RETRIES_AT, MORE_AT = 1, 2, 3, 4, 5, 6, 7, 8, 9
 local legal = MOVES['running']
 
 -- Read: who holds what, and what do the records say?
 local reader = redis.call('HGET', control, 'reader')
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
-local ids = { {}, {}, {} }
-for at = 0, (n - 1) * STRIDE, STRIDE do
-  local of_line = ids[jobs[at + LINE_AT] + 1]
-  of_line[#of_line + 1] = jobs[at + ID_AT]
+local function ids_of(line)
+  local ids = {}
+  for at = 0, (n - 1) * STRIDE, STRIDE do
+    if jobs[at + LINE_AT] == line then ids[#ids + 1] = jobs[at + ID_AT] end
+  end
+  return ids
 end
 local held = {}
-for line = 1, 3 do
-  if #ids[line] > 0 then
-    held[line] = deliveries_held(streams[line], group, worker, ids[line], ARGV[10 + 2 * line], ARGV[11 + 2 * line])
+for line = 0, 2 do
+  local wanted, low, high = tonumber(ARGV[11 + 3 * line]), ARGV[12 + 3 * line], ARGV[13 + 3 * line]
+  if wanted > 0 then
+    held[line] = deliveries_held(streams[line + 1], group, worker, wanted, low, high, function() return ids_of(line) end)
   end
 end
 
 -- Decide. The fence is (message, worker, delivery count), and the record must agree that the job is here.
-local reply, applied, leaving, done, released = {}, {}, { {}, {}, {} }, {}, {}
+local DONE = -1
+local reply, skipped, leaving, released = {}, {}, { [0] = {}, {}, {} }, {}
 for i = 1, n do
   local at = (i - 1) * STRIDE
-  local line, id, deliveries, target = jobs[at + LINE_AT] + 1, jobs[at + ID_AT], jobs[at + DELIVERIES_AT], jobs[at + TARGET_AT]
-  local record = records[i]
+  local line, id, deliveries, target = jobs[at + LINE_AT], jobs[at + ID_AT], jobs[at + DELIVERIES_AT], jobs[at + TARGET_AT]
+  local record, has = records[i], held[line][id]
   local verdict = 'stale'
-  if held[line][id] == deliveries and legal[target] then
-    if done[id] == line then
-      verdict = 'already' -- the same attempt twice in one batch
-    else
-      done[id] = line
-      if not record or string.find(record, (line - 1) .. ':' .. id .. ' ', 1, true) == 1 then
-        verdict = 'applied'
-        applied[#applied + 1] = i
-        -- Unpacked here: it can fail, and nothing may once writing has begun.
-        if target == 'queued' then released[i] = cmsgpack.unpack(ARGV[FIRST_BODY + i]) end
-      end
-      -- A copy of a job that is elsewhere, or has ended, leaves the line without a word more.
-      if verdict == 'stale' or target ~= 'retrying' or parking == '' then
-        leaving[line][#leaving[line] + 1] = id
-      end
+  if has == deliveries and legal[target] then
+    held[line][id] = DONE
+    if not record or string.find(record, line .. ':' .. id .. ' ', 1, true) == 1 then
+      verdict = nil
+      -- Unpacked here: it can fail, and nothing may once writing has begun.
+      if target == 'queued' then released[i] = cmsgpack.unpack(ARGV[FIRST_BODY + i]) end
     end
+    -- A copy of a job that is elsewhere, or has ended, leaves the line without a word more.
+    if verdict or target ~= 'retrying' or parking == '' then
+      local of_line = leaving[line]
+      of_line[#of_line + 1] = id
+    end
+  elseif has == DONE then
+    verdict = 'already' -- the same attempt twice in one batch
   elseif record then
     local _, _, token = header_of(record)
-    if token == (line - 1) .. ':' .. id .. ':' .. deliveries .. ':' .. worker then verdict = 'already' end
+    if token == line .. ':' .. id .. ':' .. deliveries .. ':' .. worker then verdict = 'already' end
   end
-  if verdict ~= 'applied' then
-    reply[#reply + 1] = i
-    reply[#reply + 1] = verdict
+  if verdict then
+    reply[#reply + 1], reply[#reply + 2] = i, verdict
+    skipped[#skipped + 1] = i
+    jobs[at + TARGET_AT] = false
   end
 end
 
 -- Write. XACK and XDEL come first: they free memory, so that a full Redis still drains.
-for line = 1, 3 do
+for line = 0, 2 do
   in_chunks(leaving[line], function(...)
-    redis.call('XACK', streams[line], group, ...)
-    redis.call('XDEL', streams[line], ...)
+    redis.call('XACK', streams[line + 1], group, ...)
+    redis.call('XDEL', streams[line + 1], ...)
   end)
 end
-if #applied == 0 then return reply end
+if #skipped == n then return reply end
 
 local now_at = now_ms()
 local now = number(now_at)
-local moves, m, ended, first_due = {}, 0, {}, {}
+local ended, first_due = {}, {}
 
 local function due_in(set, job_id, delay)
   local due = number(now_at + delay)
   redis.call('ZADD', set, due, job_id)
   if not first_due[set] or tonumber(due) < tonumber(first_due[set]) then first_due[set] = due end
-  return due
 end
 
 local function finish(i, at, state)
@@ -97,21 +100,21 @@ local function finish(i, at, state)
   ended[#ended + 1] = job_id
 end
 
--- Everything but success; returns when the job is due ('' if it waits for nothing).
+-- Everything but success.
 local function settle_otherwise(i, at, target)
   local line, id = jobs[at + LINE_AT], jobs[at + ID_AT]
   local token = line .. ':' .. id .. ':' .. jobs[at + DELIVERIES_AT] .. ':' .. worker
   local record, job_id, body, delay = KEYS[FIRST_KEY + i], jobs[at + JOB_AT], ARGV[FIRST_BODY + i], jobs[at + MORE_AT][1]
   if target == 'retrying' and parking == '' then
     redis.call('SET', record, '- retrying ' .. token .. '\n' .. body)
-    return due_in(retry, job_id, delay)
+    due_in(retry, job_id, delay)
   elseif target == 'retrying' then
     redis.call('XCLAIM', streams[line + 1], group, parking, 0, id, 'JUSTID')
     redis.call('SET', record, line .. ':' .. id .. ' retrying ' .. token .. '\n' .. body)
-    return due_in(waiting, job_id, math.max(delay, pending_idle))
+    due_in(waiting, job_id, delay)
   elseif target == 'queued' and delay > 0 then
     redis.call('SET', record, '- queued ' .. token .. '\n' .. body)
-    return due_in(delayed, job_id, delay)
+    due_in(delayed, job_id, delay)
   elseif target == 'queued' then
     redis.call('SET', record, put_in_line(streams, released[i], 'queued', job_id) .. ' queued ' .. token)
   elseif target == 'suspended' then
@@ -123,34 +126,23 @@ local function settle_otherwise(i, at, target)
   elseif ledger then -- dlq_pending: the ledger records the dead letter, then moves the job on
     redis.call('SET', record, '- dlq_pending ' .. token .. '\n' .. body)
     redis.call('ZADD', dead, now, job_id)
-  end
-  return ''
-end
-
-local function note(at, state, data, due)
-  moves[m + 1], moves[m + 2], moves[m + 3], moves[m + 4], moves[m + 5], moves[m + 6] =
-    jobs[at + JOB_AT], state, jobs[at + ATTEMPT_AT], jobs[at + RETRIES_AT], data, due
-  m = m + 6
-end
-
-for _, i in ipairs(applied) do
-  local at = (i - 1) * STRIDE
-  local target, due = jobs[at + TARGET_AT], ''
-  if target == 'succeeded' then
-    finish(i, at, target)
   else
-    due = settle_otherwise(i, at, target)
-  end
-  note(at, target, jobs[at + DATA_AT], due)
-  if target == 'dlq_pending' and not ledger then
     -- Without a ledger the entry in the DLQ stream is the dead letter's record: it comes before `failed`.
     if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(jobs[at + MORE_AT][4])) end
-    note(at, 'dlq_recorded', '', '')
-    note(at, 'failed', '', '')
     finish(i, at, 'failed')
   end
 end
-feed(feed_key, feed_limit, reader, nonce, 'settled', now, worker, moves)
+
+for i = 1, n do
+  local at = (i - 1) * STRIDE
+  local target = jobs[at + TARGET_AT]
+  if target == 'succeeded' then
+    finish(i, at, target)
+  elseif target then
+    settle_otherwise(i, at, target)
+  end
+end
+feed_packed(feed_key, feed_limit, reader, nonce, ledger and 'settled_for_ledger' or 'settled', now, worker, ARGV[20], skipped)
 if #ended > 0 then
   redis.call('XTRIM', results, 'MAXLEN', '~', result_limit)
   tell_waiters(waiters, ended)
