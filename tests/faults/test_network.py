@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from redis.asyncio import Redis
@@ -197,7 +197,7 @@ async def test_reclaim(redis_url: str, link: Link, verb: str, fault: str) -> Non
 
 async def test_a_verdict_that_comes_after_the_lease_is_refused(link: Link) -> None:
     """The worker is cut off when it wants to settle, and comes back when another one has done its job."""
-    short = {"visibility_timeout_s": 1.0, "heartbeat_interval_s": 0.2}
+    short: dict[str, Any] = {"visibility_timeout_s": 1.0, "heartbeat_interval_s": 0.2}
     late, _ = link.site.make_app(link.proxy.url, **short)
     heir, _ = link.site.make_app(**short)
     gate = link.site.gate()

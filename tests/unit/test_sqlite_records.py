@@ -120,8 +120,8 @@ async def test_an_operators_dead_letter_says_who_and_why(path: Path) -> None:
         (view,) = await engine.get(QUEUE, [job.job_id])
         assert view is not None
         assert view.failure is not None
-        assert (view.failure.code, view.failure.message) == ("GIVEN_UP_BY_OPERATOR", "never again")
-    assert look(path, "SELECT error_code, error FROM dlq_items") == [("GIVEN_UP_BY_OPERATOR", "never again")]
+        assert (view.failure.code, view.failure.message) == ("GIVEN_UP_BY_OPERATOR", "never again (by ann)")
+    assert look(path, "SELECT error_code, error FROM dlq_items") == [("GIVEN_UP_BY_OPERATOR", "never again (by ann)")]
 
 
 async def test_without_a_key_the_job_id_is_the_key(path: Path) -> None:

@@ -242,3 +242,14 @@ def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
         unavailable_since_ms=unavailable_since_ms,
         history=remember(meta.history, attempt),
     )
+
+
+def resumed(meta: Meta) -> Meta:
+    """A suspended job that an operator sends back to work: counting starts again, history stays (requirement D6)."""
+    return msgspec.structs.replace(meta, retry_count=0, lost_leases=0, unavailable_count=0, unavailable_since_ms=0)
+
+
+def by_operator(to: State, actor: str, reason: str) -> Failure:
+    """The failure of a job that a person ended."""
+    code = CANCELLED if to is State.CANCELLED else GIVEN_UP_BY_OPERATOR
+    return Failure(code, f"{reason or 'no reason given'} (by {actor})")

@@ -24,10 +24,9 @@ import msgspec
 
 from holdfast.app import Holdfast
 from holdfast.clock import SystemClock
-from holdfast.core.job import Claim, Envelope, Failure, JobView, Lease, Receipt
+from holdfast.core.job import Claim, Envelope, JobView, Lease, Receipt
 from holdfast.core.states import State, check_move
 from holdfast.core.verdict import (
-    CANCELLED,
     TARGETS,
     DeadLetter,
     Outcome,
@@ -36,6 +35,7 @@ from holdfast.core.verdict import (
     Suspend,
     Verdict,
     advance,
+    by_operator,
     judge,
 )
 from holdfast.engine.port import MAX_BATCH
@@ -132,7 +132,7 @@ class InlineDesk(Desk):
         view = self._views.get((queue, job_id))
         if view is None:
             raise UnknownJob(job_id)
-        failure = Failure(CANCELLED, f"{actor}: {reason}")
+        failure = by_operator(State.CANCELLED, actor, reason)
         self._move(view, State.CANCELLED, failure=failure, finished_at_ms=self._clock.now_ms())
 
     def _fresh(self, envelope: Envelope) -> JobView:

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.core.job import Failure, JobView, Meta, new_job_ids
 from holdfast.core.states import FINAL, State
-from holdfast.core.verdict import CANCELLED, GIVEN_UP_BY_OPERATOR
+from holdfast.core.verdict import by_operator, resumed
 from holdfast.engine.port import Control
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import Lane
@@ -134,8 +134,7 @@ def _lease_seen(looked: list[Any]) -> str:
 def _meta(view: JobView, to: State) -> Meta:
     meta = view.meta
     if view.state is State.SUSPENDED and to is State.QUEUED:
-        # Resumed: retries start again, history stays (requirement D6).
-        return msgspec.structs.replace(meta, retry_count=0, lost_leases=0, unavailable_count=0, unavailable_since_ms=0)
+        return resumed(meta)
     if to is State.DLQ_PENDING:
         return msgspec.structs.replace(meta, dlq_id=new_job_ids(1)[0])
     return meta
@@ -146,8 +145,7 @@ def _failure(view: JobView, to: State, actor: str, reason: str) -> Failure | Non
     if to in (State.DLQ_RECORDED, State.FAILED, State.SUSPENDED) and view.failure:
         return view.failure
     if to in FINAL or to is State.DLQ_PENDING:
-        code = CANCELLED if to is State.CANCELLED else GIVEN_UP_BY_OPERATOR
-        return Failure(code, f"{reason or 'no reason given'} (by {actor})")
+        return by_operator(to, actor, reason)
     return view.failure if to is not State.QUEUED else None
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.core.job import Failure, Meta
 from holdfast.core.states import State
-from holdfast.core.verdict import GIVEN_UP_BY_OPERATOR
+from holdfast.core.verdict import by_operator, resumed
 from holdfast.engine.port import Control
 from holdfast.engine.sqlite.journal import Journal, notify
 from holdfast.engine.sqlite.moves import Move, Moves
@@ -72,7 +72,7 @@ def _move(row: WorkRow, to: State, actor: str, reason: str, now_ms: int) -> Move
         worker=row.worker or "",
         message=reason,
         data={"actor": actor, "reason": reason},
-        failure=Failure(GIVEN_UP_BY_OPERATOR, reason) if to is State.DLQ_PENDING else _kept_failure(row, to),
+        failure=_failure(row, to, actor, reason),
         in_line=back and due_at_ms is None,
         due_at_ms=due_at_ms,
     )
@@ -84,11 +84,13 @@ def _meta(row: WorkRow, to: State) -> Meta:
         # The next claim starts at one delivery, so leases lost on this one are added up here.
         meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases + row.deliveries - 1)
     if row.state is State.SUSPENDED and to is State.QUEUED:
-        meta = msgspec.structs.replace(meta, retry_count=0, unavailable_count=0, unavailable_since_ms=0)
+        meta = resumed(meta)
     return meta
 
 
-def _kept_failure(row: WorkRow, to: State) -> Failure | None:
-    """What the job failed with last stays with it, unless it is sent to run again."""
+def _failure(row: WorkRow, to: State, actor: str, reason: str) -> Failure | None:
+    """An operator's word for an end that is theirs; else what the job failed with last, unless it runs again."""
+    if to is State.CANCELLED or to is State.DLQ_PENDING:
+        return by_operator(to, actor, reason)
     history = decode_meta(row.meta).history
     return history[-1].failure if history and to is not State.QUEUED else None

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from holdfast.core.states import State, is_legal
-from holdfast.core.verdict import Answer, RetryLater
+from holdfast.core.verdict import Answer, Release, RetryLater, Suspend
 from holdfast.engine.port import Cancelled, Control, Controlled, Due, Engine, Notice
 from holdfast.errors import HoldfastError, TransitionInvalid, UnknownJob
 from holdfast.testing.contract.harness import FAILURE, LONG_WAIT_MS, Contract, EngineHarness, Rig, ids, soon
@@ -163,6 +163,35 @@ class MoveContract(Contract):
             assert (claim.job_id, claim.attempt) == (job_id, 1)
             await rig.succeed(claim)
 
+    async def test_a_cancelled_job_says_who_and_why(self, rig: Rig) -> None:
+        job_id = await rig.submit_one()
+        await rig.engine.move(rig.queue, job_id, State.CANCELLED, actor="ada", reason="wrong month")
+        view = await rig.view(job_id)
+        assert view.failure is not None
+        assert view.failure.code == "CANCELLED"
+        assert "ada" in view.failure.message
+        assert "wrong month" in view.failure.message
+
+    async def test_a_resumed_job_counts_from_the_beginning(self, rig: Rig) -> None:
+        await rig.start_one("w1")
+        await rig.lose_leases()
+        claim = await rig.reclaim_one("w2")
+        await rig.settle(claim, Suspend(FAILURE))
+        await rig.move(claim.job_id, State.QUEUED)
+        again = await rig.claim_one("w3")
+        lost = again.meta.lost_leases + again.lease.deliveries - 1
+        assert (again.meta.retry_count, lost, again.attempt) == (0, 0, 3)
+        assert len(again.meta.history) == 1
+
+    async def test_a_sleeping_job_that_is_parked_sleeps_on(self, rig: Rig) -> None:
+        claim = await rig.start_one()
+        await rig.settle(claim, Release("sleeps", 60_000, started=True))
+        await rig.move(claim.job_id, State.SUSPENDED)
+        await rig.move(claim.job_id, State.QUEUED)
+        assert await rig.claim_due() == []
+        await rig.harness.advance(60_001)
+        assert ids(await rig.claim_due()) == [claim.job_id]
+
 
 class ControlContract(Contract):
     """What `control`, `set_control` and `listen` promise."""
@@ -185,6 +214,14 @@ class ControlContract(Contract):
         assert await rig.claim() == []
         await rig.engine.set_control(rig.queue, Control())
         assert ids(await rig.claim_due()) == [job_id]
+
+    async def test_lost_leases_of_a_paused_queue_stay_until_it_goes_on(self, rig: Rig) -> None:
+        claim = await rig.start_one("w1")
+        await rig.engine.set_control(rig.queue, Control(paused=True))
+        await rig.lose_leases()
+        assert await rig.engine.reclaim("w2", [rig.queue], 10) == []
+        await rig.engine.set_control(rig.queue, Control())
+        assert ids(await rig.engine.reclaim("w2", [rig.queue], 10)) == [claim.job_id]
 
     async def test_listeners_hear_of_a_cancelled_run(self, rig: Rig) -> None:
         listener = await self._listener(rig)

@@ -7,4 +7,5 @@ SELECT json_group_array(json_array(
   FROM (
     SELECT * FROM jobs
      WHERE queue = :queue AND lease_until IS NOT NULL AND lease_until <= :now
+       AND NOT EXISTS (SELECT 1 FROM queues WHERE queue = :queue AND paused)
      ORDER BY lease_until, id LIMIT :limit)

@@ -5,7 +5,9 @@ UPDATE jobs
    SET updated_at = ?, came_from = state, state = move.to_state, attempt = move.attempt, meta = move.meta, error_code = move.error_code,
        last_error = move.last_error, error_message = move.error_message, line = move.line, due_at = move.due_at,
        lease_until = move.lease_until, next_retry_at = move.next_retry_at, dlq_id = coalesce(move.dlq_id, jobs.dlq_id),
-       finished_at = move.finished_at, token = coalesce(move.token, jobs.token), last_seq = move.last_seq, worker = NULL
+       finished_at = move.finished_at,
+       -- A job that sleeps keeps its time, also while it is parked.
+       run_at = iif(move.to_state = 'queued', coalesce(move.due_at, jobs.run_at), jobs.run_at), token = coalesce(move.token, jobs.token), last_seq = move.last_seq, worker = NULL
   FROM (
     SELECT column1 AS id, column2 AS from_state, column3 AS place, column4 AS deliveries, column5 AS to_state,
            column6 AS attempt, column7 AS meta, column8 AS error_code, column9 AS last_error,
