@@ -14,6 +14,7 @@
     │   └─ JobCancelled
     ├─ WaitTimeout              the job a caller waits for has not ended yet; it goes on
     ├─ IntakeRefused            the queue takes no new jobs at the moment
+    │   └─ FeedFull             … because nobody reads its feed
     └─ Unavailable              something holdfast or a task depends on is down; safe to try again
         └─ EngineUnavailable
 
@@ -164,6 +165,12 @@ class IntakeRefused(HoldfastError):
         super().__init__(f"queue {queue!r} takes no new jobs: {why}")
         self.queue = queue
         self.why = why
+
+
+class FeedFull(IntakeRefused):
+    """The feed is at its limit because its reader is behind. What was accepted goes on; an alert is due."""
+
+    code = "FEED_FULL"
 
 
 class Unavailable(HoldfastError):

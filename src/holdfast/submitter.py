@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from holdfast.core.job import Envelope, JobView, Receipt
 from holdfast.core.states import State
 from holdfast.engine.port import MAX_BATCH, Engine
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineUnavailable, FeedFull
 
 _log: Final = logging.getLogger("holdfast.submit")
 
@@ -126,4 +126,8 @@ class Submitter(Desk):
         except EngineUnavailable as exc:
             # One line for the call, however many wait for it (requirement Q11).
             _log.critical("%d jobs could not be submitted: %s", len(envelopes), exc)
+            raise
+        except FeedFull as exc:
+            # Nobody paused this on purpose: someone has to know (requirement Q15).
+            _log.critical("%d jobs were refused: %s", len(envelopes), exc)
             raise

@@ -117,10 +117,12 @@ async def test_a_poison_pill_is_a_dead_letter_after_max_deliveries(engine_url: s
         worker = site.start()
         assert await worker.ended() == -signal.SIGKILL
         assert [run.attempt for run in site.runs(pill.id)] == list(range(1, attempt + 1))
-    async with working(site.app):
-        healthy = await site.tasks.work.submit(7)
-        assert await healthy.result(20) == 7
-        history = await site.all_is_well([pill.id], State.FAILED)
+    # In a process of its own as well: if the pill were not stopped, it should not kill the test.
+    survivor = await site.started()
+    healthy = await site.tasks.work.submit(7)
+    assert await healthy.result(20) == 7
+    history = await site.all_is_well([pill.id], State.FAILED)
+    assert survivor.alive
     assert len(site.runs(pill.id)) == 2
     view = await pill.view()
     assert view.failure is not None

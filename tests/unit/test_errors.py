@@ -13,6 +13,7 @@ from holdfast.errors import (
     DuplicateTask,
     EngineUnavailable,
     Fatal,
+    FeedFull,
     HoldfastError,
     IntakeRefused,
     InvalidPayload,
@@ -51,6 +52,7 @@ EXAMPLES: list[HoldfastError] = [
     JobCancelled("j1", "cancelled", None, None),
     WaitTimeout("j1", "running", timedelta(seconds=1.5)),
     IntakeRefused("default", "an operator paused it"),
+    FeedFull("default", "its feed is full; bring the ledger back"),
     EngineUnavailable("Redis does not answer"),
     Fatal("never"),
 ]
@@ -78,6 +80,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "JobCancelled": "JOB_CANCELLED",
         "WaitTimeout": "WAIT_TIMEOUT",
         "IntakeRefused": "INTAKE_REFUSED",
+        "FeedFull": "FEED_FULL",
         "Unavailable": "UNAVAILABLE",
         "EngineUnavailable": "ENGINE_UNAVAILABLE",
         "Fatal": "FATAL",

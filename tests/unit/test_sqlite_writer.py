@@ -109,6 +109,11 @@ async def test_no_answer_comes_before_the_commit(path: Path) -> None:
             assert look(path, "SELECT state FROM jobs WHERE job_id = ?", receipt.job_id) == [("queued",)]
 
 
+def steps(statements: list[str]) -> int:
+    """Statements but for the look at other processes' work, which comes whenever it is time."""
+    return sum("data_version" not in statement for statement in statements)
+
+
 @pytest.mark.parametrize("size", [1, 7, MAX_BATCH])
 async def test_a_batch_of_any_size_takes_the_same_few_steps(path: Path, size: int) -> None:
     """Row by row, a busy event loop would make a batch of 500 take seconds."""
@@ -117,14 +122,14 @@ async def test_a_batch_of_any_size_takes_the_same_few_steps(path: Path, size: in
         statements: list[str] = []
         await trace(engine, statements)
         await engine.submit([envelope() for _ in range(size)])
-        assert len(statements) <= 8
+        assert steps(statements) <= 8
         statements.clear()
         claims = await engine.claim("w1", [QUEUE], size, 0)
         assert len(claims) == size
-        assert len(statements) <= 8
+        assert steps(statements) <= 8
         statements.clear()
         await engine.settle([Settlement(claim, Succeed(b"1"), 1) for claim in claims])
-        assert len(statements) <= 8
+        assert steps(statements) <= 8
 
 
 async def test_idle_workers_write_nothing(path: Path) -> None:

@@ -32,6 +32,13 @@ from holdfast.observe.counts import Counts
 MAX_BATCH: Final = 500
 
 
+#: What refused submissions are told.
+INTAKE_PAUSED: Final = "an operator has paused its intake; try again once it goes on"
+FEED_BEHIND: Final = "its feed is full because the ledger does not read it; bring the ledger back"
+#: A feed that is this full is worth a warning.
+FEED_WARNING: Final = 0.8
+
+
 class RetryVia(StrEnum):
     """Where a job waits for its retry (requirement Y4)."""
 
@@ -117,6 +124,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     control: Control
     workers: int
     feed_entries: int
+    #: How full the feed is, from 0 to 1; 0 without a reader, when it is bounded by itself.
+    feed_share: float = 0.0
     dead_letters: int
 
 
@@ -137,6 +146,17 @@ class Finding(msgspec.Struct, frozen=True):
     advice: str = ""
     #: A finding that is not ok but does not endanger jobs.
     warning: bool = False
+
+
+def feed_finding(stats: QueueStats) -> Finding:
+    """Whether a queue's feed has room left."""
+    good = stats.feed_share < FEED_WARNING
+    return Finding(
+        f"feed of {stats.queue}",
+        good,
+        f"{stats.feed_entries:,} entries, {stats.feed_share:.0%} of its limit",
+        "" if good else "its reader is behind: at the limit new jobs are refused; bring the ledger back",
+    )
 
 
 class Engine(Protocol):
@@ -166,7 +186,8 @@ class Engine(Protocol):
 
         A known `(tenant, queue, idempotency_key)` answers with the first job, as a duplicate. The same
         envelopes again (a reply was lost) change nothing and are no duplicates. Raises `IntakeRefused`
-        when a queue's intake is paused or its feed is full; envelopes of other queues may have been taken.
+        when a queue's intake is paused, `FeedFull` when its feed is at its limit; envelopes of other queues
+        may have been taken.
         """
         ...
 

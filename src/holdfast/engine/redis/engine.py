@@ -28,6 +28,7 @@ from holdfast.engine.port import (
     Notice,
     Promotion,
     QueueStats,
+    feed_finding,
 )
 from holdfast.engine.redis.answers import Answers
 from holdfast.engine.redis.client import Client, Lane, parse_url
@@ -202,7 +203,8 @@ class RedisEngine(Engine):
         return await self._store.now_ms()
 
     async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
-        return await Diagnosis(self._store).findings(queues)
+        findings = await Diagnosis(self._store).findings(queues)
+        return findings + [feed_finding(await self.stats(queue)) for queue in queues]
 
     # The ledger's end ------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Envelope, Priority, Receipt
-from holdfast.engine.port import MAX_BATCH
+from holdfast.engine.port import FEED_BEHIND, INTAKE_PAUSED, MAX_BATCH
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import ConnectionLost, Lane
 from holdfast.engine.redis.keys import Keys
 from holdfast.engine.redis.store import Store
-from holdfast.errors import IntakeRefused
+from holdfast.errors import FeedFull, IntakeRefused
 
 
 class Intake:
@@ -54,9 +54,9 @@ class Intake:
 
     def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt]:
         counts = self._store.counts
-        if reply[0] == b"refused":
+        if reply[0] != b"ok":
             counts.intake_refused += len(envelopes)
-            raise IntakeRefused(queue, reply[1].decode())
+            raise IntakeRefused(queue, INTAKE_PAUSED) if reply[0] == b"paused" else FeedFull(queue, FEED_BEHIND)
         receipts = [Receipt(envelope.job_id) for envelope in envelopes]
         counts.submitted += len(envelopes)
         for position, answer in zip(reply[2::2], reply[3::2], strict=True):

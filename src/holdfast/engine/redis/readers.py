@@ -96,7 +96,9 @@ class Readers:
             keys.dlq,
         ]
         reply = await self._store.run(Lane.OTHER, "stats", queue, names, [self._store.names.group, PARKING])
-        in_line, pending, parked, retry, suspended, held, dead, delayed, feed_entries, letters, workers, control = reply
+        in_line, pending, parked, retry, suspended, held, dead, delayed, entries, letters, workers, control, size = (
+            reply
+        )
         return QueueStats(
             queue=queue,
             states={
@@ -110,7 +112,8 @@ class Readers:
             delayed=delayed,
             control=parse_control(control),
             workers=workers,
-            feed_entries=feed_entries,
+            feed_entries=entries,
+            feed_share=size / self._store.options.feed_max_bytes,
             dead_letters=letters,
         )
 

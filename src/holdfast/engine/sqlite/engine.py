@@ -31,6 +31,7 @@ from holdfast.engine.port import (
     Notice,
     Promotion,
     QueueStats,
+    feed_finding,
 )
 from holdfast.engine.sqlite import claims, intake, operating, settling, upkeep
 from holdfast.engine.sqlite.batches import all_of, in_order, steps_of
@@ -46,7 +47,7 @@ from holdfast.observe.counts import Counts
 #: How often to look at the engine's clock while a job is known to fall due: it may be a test's.
 _TICK_S: Final = 0.05
 
-_STATS: Final = msgspec.json.Decoder(tuple[list[tuple[State, int]], int, int, int, int])
+_STATS: Final = msgspec.json.Decoder(tuple[list[tuple[State, int]], int, int, int, int, int])
 _NOTICES: Final = msgspec.json.Decoder(list[tuple[int, str, str, str, int]])
 
 
@@ -243,7 +244,7 @@ class SqliteEngine(Engine):
 
     async def stats(self, queue: str) -> QueueStats:
         now_ms = self._policy.clock.now_ms()
-        states, delayed, workers, entries, dead = await self._store.reader.rows(
+        states, delayed, workers, entries, dead, unread = await self._store.reader.rows(
             "stats", _STATS, queue=queue, now=now_ms
         )
         counts: dict[State, int] = {}
@@ -256,6 +257,7 @@ class SqliteEngine(Engine):
             control=await self.control(queue),
             workers=workers,
             feed_entries=entries,
+            feed_share=unread / self.options.feed_max_bytes,
             dead_letters=dead,
         )
 
@@ -286,9 +288,10 @@ class SqliteEngine(Engine):
 
     async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
         place = self._store.place
-        return await self._store.reader.ask(
+        findings = await self._store.reader.ask(
             lambda connection: examine(connection, place.path, durable=not place.temporary)
         )
+        return findings + [feed_finding(await self.stats(queue)) for queue in queues]
 
     # The ledger's end ------------------------------------------------------------------------------
 

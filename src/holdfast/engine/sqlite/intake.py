@@ -9,11 +9,12 @@ import msgspec
 
 from holdfast.core.job import Envelope, Priority, Receipt
 from holdfast.core.states import State
+from holdfast.engine.port import FEED_BEHIND, INTAKE_PAUSED
 from holdfast.engine.sqlite.journal import Journal, notify_due
 from holdfast.engine.sqlite.policy import Policy
 from holdfast.engine.sqlite.rows import encode_meta
 from holdfast.engine.sqlite.transaction import Transaction, Value, expect, json_list
-from holdfast.errors import IntakeRefused, InvalidOption, InvalidPayload
+from holdfast.errors import FeedFull, IntakeRefused, InvalidOption, InvalidPayload
 
 _PRIORITIES: Final = frozenset(int(priority) for priority in Priority)
 
@@ -84,10 +85,10 @@ def _look_up(transaction: Transaction, policy: Policy, queue: str, envelopes: Se
 
 def _check_intake(known: Known, policy: Policy, queue: str) -> None:
     if known.intake_paused:
-        raise IntakeRefused(queue, "an operator has paused its intake; try again once it goes on")
+        raise IntakeRefused(queue, INTAKE_PAUSED)
     limit = policy.options.feed_max_bytes
     if known.unread_bytes is not None and known.unread_bytes > limit:
-        raise IntakeRefused(queue, f"its feed holds more than {limit:,} unread bytes; see why the ledger is behind")
+        raise FeedFull(queue, FEED_BEHIND)
 
 
 def _sort_out(known: Known, envelopes: Sequence[Envelope]) -> tuple[list[Receipt], list[Envelope]]:

@@ -9,7 +9,7 @@ import pytest
 from holdfast.core.states import FINAL, State
 from holdfast.core.verdict import DeadLetter, RetryLater, Succeed, Suspend
 from holdfast.engine.port import Control
-from holdfast.errors import IntakeRefused
+from holdfast.errors import FeedFull
 from holdfast.testing.contract.harness import (
     FAILURE,
     LONG_WAIT_MS,
@@ -261,9 +261,13 @@ class FeedContract(Contract):
         await rig.engine.register_reader(rig.queue)
         payload = b'{"text":"' + b"x" * 500 + b'"}'
         accepted = len(await rig.submit(100, payload=payload))
-        with pytest.raises(IntakeRefused):
+        with pytest.raises(FeedFull):
             await rig.submit(1, payload=payload)
         assert rig.engine.counts.intake_refused >= 1
+        stats = await rig.engine.stats(rig.queue)
+        assert stats.feed_share > 1
+        feed = [finding for finding in await rig.engine.diagnose([rig.queue]) if finding.check.startswith("feed of")]
+        assert [finding.ok for finding in feed] == [False]
         claims = await rig.claim(limit=accepted)
         assert len(claims) == accepted
         assert set(await rig.succeed(*claims)) == {"applied"}

@@ -4,7 +4,7 @@
 --        line, job id, type, payload, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first),
 --        index of its idempotency key (0: none), tenant, idempotency key, trace, meta
 --        Four values when no job of the batch has more to say, and none is there twice.
--- Reply  {'refused', why} | {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
+-- Reply  {'paused'} | {'full'} (the feed) | {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
 local streams = { KEYS[1], KEYS[2], KEYS[3] }
 local feed_key, delayed, held, control, notices = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local nonce, feed_limit, feed_bytes, n, width = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -14,9 +14,9 @@ local plain = width == 4
 local FIRST_KEY = 8
 
 local controls = redis.call('HMGET', control, 'intake_paused', 'reader')
-if controls[1] == '1' then return { 'refused', 'an operator has paused its intake' } end
+if controls[1] == '1' then return { 'paused' } end
 if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) > feed_bytes then
-  return { 'refused', 'its feed is full because the ledger does not read it; bring the ledger back' }
+  return { 'full' }
 end
 
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))

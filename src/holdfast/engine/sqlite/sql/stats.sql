@@ -1,6 +1,6 @@
 -- stats: a queue at one moment, counted in the partial indexes alone.
 -- Takes  :queue, :now
--- Gives  [states: [[state, count]…], delayed, workers, feed entries, dead letters]
+-- Gives  [states: [[state, count]…], delayed, workers, feed entries, dead letters, unread bytes of the feed (0 without a reader)]
 SELECT json_array(
     (SELECT json_group_array(json_array(state, count)) FROM (
         SELECT state, count(*) AS count FROM jobs WHERE queue = :queue AND line IS NOT NULL GROUP BY state
@@ -13,5 +13,8 @@ SELECT json_array(
     (SELECT count(*) FROM jobs WHERE queue = :queue AND due_at > :now AND state = 'queued'),
     (SELECT count(*) FROM workers WHERE queue = :queue),
     (SELECT count(*) FROM feed_entries WHERE queue = :queue),
-    (SELECT count(*) FROM dlq_items WHERE queue = :queue)
+    (SELECT count(*) FROM dlq_items WHERE queue = :queue),
+    coalesce((SELECT sum(bytes) FROM feed_entries, feed_readers
+               WHERE feed_entries.queue = :queue AND feed_readers.queue = :queue
+                 AND feed_entries.position > feed_readers.position), 0)
 )
