@@ -92,8 +92,8 @@ end
 
 local function finish(i, at, state)
   local job_id, more = jobs[at + JOB_AT], jobs[at + MORE_AT]
-  redis.call('SET', KEYS[FIRST_KEY + i], '- ' .. state .. ' ' .. jobs[at + LINE_AT] .. ':' .. jobs[at + ID_AT] .. ':'
-    .. jobs[at + DELIVERIES_AT] .. ':' .. worker .. '\n' .. ARGV[FIRST_BODY + i], 'PX', ttl)
+  redis.call('PSETEX', KEYS[FIRST_KEY + i], ttl, '- ' .. state .. ' ' .. jobs[at + LINE_AT] .. ':' .. jobs[at + ID_AT] .. ':'
+    .. jobs[at + DELIVERIES_AT] .. ':' .. worker .. '\n' .. ARGV[FIRST_BODY + i])
   redis.call('XADD', results, '*', 'task_id', job_id, 'status', state,
     state == 'succeeded' and 'result' or 'error', jobs[at + DATA_AT], 'retry_count', jobs[at + RETRIES_AT], 'finished_at', now)
   if more ~= 0 and more[2] > 0 then redis.call('PEXPIRE', KEYS[FIRST_KEY + more[2]], more[3]) end
