@@ -7,11 +7,16 @@ in a script that calls `asyncio.run` twice: each loop gets its own engine when i
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from holdfast.engine.port import Engine
+from holdfast.errors import EngineUnavailable
 from holdfast.submitter import Submitter
+
+_log: Final = logging.getLogger("holdfast.submit")
 
 
 class Link:
@@ -66,7 +71,11 @@ class Links:
         loop, link = asyncio.get_running_loop(), self._latest
         if link is None or link.loop is not loop:
             link = self._latest = self._link(loop)
-        return link.submitter or await link.open()
+        try:
+            return link.submitter or await link.open()
+        except EngineUnavailable as exc:
+            _log.critical("the engine cannot be reached, nothing can be submitted: %s", exc)
+            raise
 
     async def close(self) -> None:
         """Close the engine of this loop; the next use makes a new one."""

@@ -105,6 +105,7 @@ class Settings(BaseSettings):
         """The part that an engine needs."""
         return EngineOptions(
             visibility_timeout_ms=round(self.visibility_timeout_s * 1000),
+            payload_limit=self.payload_limit,
             max_deliveries=self.max_deliveries,
             finished_ttl_ms=round(self.finished_ttl_s * 1000),
             idempotency_window_ms=round(self.idempotency_window_s * 1000),

@@ -331,6 +331,16 @@ async def test_with_a_ledger_a_malformed_message_waits_for_it(redis_harness: Red
     check_history(await foreigner.rig.events(), ended=True)
 
 
+async def test_a_payload_over_the_limit_is_a_dead_letter(redis_harness: RedisHarness) -> None:
+    foreigner = Foreigner(redis_harness, Rig(redis_harness, await redis_harness.make(payload_limit=100), QUEUE))
+    await foreigner.write({**WELL_FORMED, "payload": json.dumps({"text": "x" * 100})})
+    await foreigner.write({**WELL_FORMED, "task_id": "j2"})
+    assert ids(await foreigner.rig.claim()) == ["j2"]
+    (letter,) = await foreigner.dead_letters()
+    assert (letter["task_id"], letter["error_code"]) == ("j1", MESSAGE_MALFORMED)
+    assert "the limit is 100" in letter["error"]
+
+
 async def test_a_batch_of_good_bad_and_double_messages(foreigner: Foreigner) -> None:
     for number in range(150):
         await foreigner.write({**WELL_FORMED, "task_id": f"good-{number}"})

@@ -53,6 +53,8 @@ class EngineOptions:
     """What an engine needs to know beside where its store is."""
 
     visibility_timeout_ms: int = 30_000
+    #: The largest payload that is adopted from another program.
+    payload_limit: int = 1024 * 1024
     #: Lost leases after which a job is a poison pill (requirement Q7).
     max_deliveries: int = 5
     #: How long the record of a finished job can be looked up in the engine.

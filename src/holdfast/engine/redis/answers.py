@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -13,6 +14,9 @@ from holdfast.core.states import FINAL
 from holdfast.engine.redis.client import Lane, translate
 from holdfast.engine.redis.connection import Subscription
 from holdfast.engine.redis.store import Store
+from holdfast.errors import EngineUnavailable
+
+_log: Final = logging.getLogger("holdfast.engine.redis")
 
 #: Messages can be lost with a connection: look again this often.
 _LOOK_AGAIN_S: Final = 2.0
@@ -62,7 +66,11 @@ class Answers:
         self._waiting.setdefault(channel, set()).add(ended)
         if first:
             await _subscribe(subscription, channel)
-        await self._store.client.call(Lane.OTHER, b"HSET", self._store.keys(queue).waiters, job_id, 1)
+        try:
+            await self._store.client.call(Lane.OTHER, b"HSET", self._store.keys(queue).waiters, job_id, 1)
+        except EngineUnavailable as exc:
+            # Full, or read-only: nobody will call us, but we can still look.
+            _log.debug("waiting for job %s by looking now and then: %s", job_id, exc)
 
     def _unregister(self, channel: bytes, ended: asyncio.Event) -> None:
         waiting = self._waiting.get(channel)

@@ -131,7 +131,7 @@ class Leases:
     ) -> list[Claim]:
         store, keys = self._store, self._store.keys(queue)
         options = store.options
-        adoptions = [_Adoption(message, queue, worker, keep_ids) for message in messages]
+        adoptions = [_Adoption(message, queue, worker, keep_ids, options.payload_limit) for message in messages]
         names = [*keys.streams, keys.feed, keys.result, keys.dlq, keys.dead, keys.control, keys.waiters]
         names += [keys.job(adoption.job_id) for adoption in adoptions]
         arguments: list[Any] = [
@@ -327,17 +327,21 @@ class Leases:
 class _Adoption:
     """One foreign message on its way to become a job or a dead letter."""
 
-    def __init__(self, message: tuple[int, Any, int, bytes], queue: str, worker: str, keep_id: bool) -> None:
+    def __init__(
+        self, message: tuple[int, Any, int, bytes], queue: str, worker: str, keep_id: bool, payload_limit: int
+    ) -> None:
         self.line, self._entry, self._deliveries, self._owner = message
         self.claim: Claim | None = None
         self._fault, self._dead_letter = b"", b""
         try:
             self.claim = wire.parse_foreign(self._entry, self.line, queue, worker, self._deliveries)
+            wire.check_size(self.claim.payload, payload_limit)
             self.job_id = self.claim.job_id
             self.body = wire.claim_body(self.claim, self.claim.meta, 0)
             key = self.claim.idempotency_key
             self.explicit_key = key if key != self.job_id else ""
         except wire.Malformed as reason:
+            self.claim = None
             fields = wire.as_dict(self._entry[1])
             failure = wire.malformed(str(reason))
             self.job_id = (wire.usable_id(fields.get(b"task_id")) if keep_id else None) or wire.made_up_id()

@@ -67,20 +67,14 @@ class Store:
     async def introduce(self, queue: str) -> None:
         """Make the queue known to `queues`; once per process."""
         if queue not in self._known:
-            await self.client.call(Lane.OTHER, b"SADD", self.names.queues, queue)
+            await self.client.run(Lane.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
             self._known.add(queue)
 
     async def create_groups(self, queue: str) -> None:
         """Groups on all lines, from the beginning: never `$`, which would skip what waits already."""
         keys = self.keys(queue)
         self._known.discard(queue)  # if the store was wiped, its name is gone too
-        wanted = [(stream, group) for stream in keys.streams for group in (self.names.group, WAKE_GROUP)]
-        for stream, group in [*wanted, (keys.wake, WAKE_GROUP)]:
-            try:
-                await self.client.call(Lane.OTHER, b"XGROUP", b"CREATE", stream, group, b"0", b"MKSTREAM")
-            except ScriptError as exc:
-                if "BUSYGROUP" not in str(exc):
-                    raise
+        await self.client.run(Lane.OTHER, _script("groups"), [*keys.streams, keys.wake], [self.names.group, WAKE_GROUP])
 
     async def run(self, lane: Lane, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
         """A script on one queue. Groups that are gone (the store was wiped) are made again, once."""

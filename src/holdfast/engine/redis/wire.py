@@ -155,6 +155,12 @@ def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deli
     )
 
 
+def check_size(payload: bytes, limit: int) -> None:
+    """Raises `Malformed` for a payload that no caller could have submitted."""
+    if len(payload) > limit:
+        raise Malformed(f"the payload has {len(payload):,} bytes, the limit is {limit:,}")
+
+
 def parse_known(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int, now_ms: int) -> Claim:
     """An adopted foreign message, delivered again."""
     return msgspec.structs.replace(parse_foreign(entry, line, queue, worker, deliveries), claimed_at_ms=now_ms)

@@ -47,6 +47,8 @@ for i = 1, n do
     local created = { 'created', job_id, ARGV[arg + 9], ARGV[arg + 10], ARGV[arg + 11], ARGV[arg + 12], ARGV[arg + 13], ARGV[arg + 14] }
     moves[#moves + 1] = created
     if fault == '' then
+      -- The lease again, for its own sake and because a full Redis allows it: then it allows the SET, too.
+      redis.call('XCLAIM', stream, group, worker, 0, id, 'JUSTID')
       redis.call('SET', record, place .. ' queued -')
       if key_index > 0 then redis.call('SET', KEYS[FIRST_KEY + key_index], job_id) end
       -- Workers that died before they could adopt it had attempts too; only the last of them is known by name.

@@ -23,9 +23,10 @@ for i = 1, n do
 end
 for _, job in ipairs(ready) do
   local i, job_id, set, state, token, body = unpack(job)
+  -- ZREM comes first: it is allowed on a full Redis, and then so is the rest. What waits must drain too.
+  redis.call('ZREM', set, job_id)
   local place = put_in_line(streams, body, state, job_id)
   redis.call('SET', KEYS[5 + i], place .. ' ' .. state .. ' ' .. token)
-  redis.call('ZREM', set, job_id)
 end
 for _, stray in ipairs(strays) do redis.call('ZREM', stray[1], stray[2]) end
 return #ready
