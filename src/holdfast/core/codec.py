@@ -70,6 +70,7 @@ class Arguments:
 
     def __init__(self, function: Callable[..., Any], task: str, injected: type) -> None:
         self._task = task
+        self._label = f"the arguments of task {task!r}"
         hints = _hints(function, task)
         fields: list[Any] = []
         self.injected_name: str | None = None
@@ -98,18 +99,13 @@ class Arguments:
             if twice:
                 raise InvalidPayload(f"task {self._task!r} got {min(twice)!r} twice")
             bound.update(kwargs)
-        payload = encode_json(bound, f"the arguments of task {self._task!r}", limit)
-        self.decode(payload)
+        payload = encode_json(bound, self._label, limit)
+        self._read(payload)
         return payload
 
     def decode(self, payload: bytes) -> dict[str, Any]:
         """Keyword arguments for the function, of the types it names."""
-        try:
-            if payload[:1] == b"[":
-                return self._decode_positional(payload)
-            arguments = self._decoder.decode(payload)
-        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as exc:
-            raise InvalidPayload(f"the payload does not fit task {self._task!r}: {exc}") from exc
+        arguments = self._read(payload)
         return {name: getattr(arguments, name) for name in self.names}
 
     def decode_result(self, result: bytes) -> Any:
@@ -119,13 +115,21 @@ class Arguments:
         except (msgspec.DecodeError, ValueError, TypeError):
             return _any_decoder.decode(result)
 
-    def _decode_positional(self, payload: bytes) -> dict[str, Any]:
+    def _read(self, payload: bytes) -> Any:
+        """The payload as the structure that has the function's parameters."""
+        try:
+            if payload[:1] == b"[":
+                return self._read_positional(payload)
+            return self._decoder.decode(payload)
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as exc:
+            raise InvalidPayload(f"the payload does not fit task {self._task!r}: {exc}") from exc
+
+    def _read_positional(self, payload: bytes) -> Any:
         values = _any_decoder.decode(payload)
         if len(values) > len(self.names):
             raise ValueError(f"{len(values)} positional arguments for {len(self.names)} parameters")
         named = dict(zip(self.names, values, strict=False))
-        arguments = msgspec.convert(named, self._type, dec_hook=_decode_other)
-        return {name: getattr(arguments, name) for name in self.names}
+        return msgspec.convert(named, self._type, dec_hook=_decode_other)
 
 
 def _hints(function: Callable[..., Any], task: str) -> dict[str, Any]:

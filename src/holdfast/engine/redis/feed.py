@@ -13,7 +13,7 @@ from holdfast.engine.port import FeedEntry
 from holdfast.engine.redis.wire import as_dict, meta_from
 
 #: Values a job in entries that tell a caller's arguments as they came.
-_WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 9, "settled_for_ledger": 9}
+_WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 10, "settled_for_ledger": 10}
 
 _NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.DLQ_RECORDED}
 
@@ -153,14 +153,14 @@ def _settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
 
 
 def _settled_for_ledger(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for _, _, _, job_id, target, data, attempt, retries, more in _strides(moves, _WIDTHS["settled"]):
+    for _, _, _, _, job_id, target, data, attempt, retries, more in _strides(moves, _WIDTHS["settled"]):
         to_state = State(target)
         details: dict[str, Any] = {}
         if data:
             details = {"result": data} if to_state is State.SUCCEEDED else msgspec.json.decode(data)
         if to_state is State.RETRYING or (to_state is State.QUEUED and more[0]):
             details["next_attempt_at_ms"] = at_ms + more[0]
-        yield _step(job_id, State.RUNNING, to_state, at_ms, worker, details or None, attempt, retries)
+        yield _step(job_id, State.RUNNING, to_state, at_ms, worker, details or None, attempt, int(retries))
 
 
 def _moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Envelope, Priority, Receipt
 from holdfast.engine.port import FEED_BEHIND, INTAKE_PAUSED, MAX_BATCH
@@ -67,6 +67,7 @@ class Intake:
         return receipts
 
 
+_NORMAL: Final = int(Priority.NORMAL)
 _Packing = tuple[int, list[Any], Collection[bytes]]
 
 
@@ -84,7 +85,7 @@ def _plain(envelopes: Sequence[Envelope]) -> _Packing | None:
             or envelope.hold
         ):
             return None
-        jobs += (Priority.NORMAL.value, envelope.job_id, envelope.task, envelope.payload.decode())
+        jobs += (_NORMAL, envelope.job_id, envelope.task, envelope.payload.decode())
     return (4, jobs, ()) if len(set(jobs[1::4])) == len(envelopes) else None
 
 

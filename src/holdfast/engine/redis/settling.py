@@ -99,7 +99,8 @@ class Settling:
                     delay_ms = max(delay_ms, options.pending_idle_ms)
                 more = (delay_ms, key_index, keep_ms, letter)
             bodies.append(body)
-            jobs += (int(line), message_id, lease.deliveries, lease.job_id, target, data, claim.attempt, retries, more)
+            jobs += (int(line), message_id, lease.deliveries, lease.token, lease.job_id, target, data)
+            jobs += (claim.attempt, retries, more)
         arguments = [
             store.names.group,
             worker,
@@ -160,6 +161,7 @@ def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...
     """Target, body, data, retry count. The hot path: the payload has done its duty, and the last
     attempt is told by four fields instead of a history."""
     meta, text = claim.meta, result.decode()
+    retries = str(meta.retry_count)
     body = wire.Body(
         claim.task,
         "",
@@ -168,7 +170,7 @@ def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...
         claim.trace_id,
         wire.meta_text(meta),
         str(claim.attempt),
-        str(meta.retry_count),
+        retries,
         str(claim.created_at_ms),
         str(int(meta.priority)),
         "0",
@@ -179,7 +181,7 @@ def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...
         claim.claimed_at_ms,
         claim.lease.deliveries,
     )
-    return "succeeded", wire.encode_body(body), text, meta.retry_count
+    return "succeeded", wire.encode_body(body), text, retries
 
 
 def _other_verdict(settlement: Settlement) -> tuple[Any, ...]:
@@ -208,4 +210,4 @@ def _other_verdict(settlement: Settlement) -> tuple[Any, ...]:
     if isinstance(verdict, DeadLetter):
         letter = wire.dead_letter_fields(claim.job_id, body, verdict.failure, meta.dlq_id)
     target = TARGETS[type(verdict)].value
-    return target, wire.encode_body(body), data, meta.retry_count, delay_ms, letter
+    return target, wire.encode_body(body), data, str(meta.retry_count), delay_ms, letter

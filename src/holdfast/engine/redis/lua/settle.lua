@@ -4,7 +4,7 @@
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
 --        10 consumer that holds retries in the pending list ('' if they wait in a set)
 --        11-19 for each line: how many jobs, lowest and highest instant of their messages
---        20 packed, 9 values a job: line, message id, deliveries, job id, target state, data, attempt, retry count,
+--        20 packed, 10 values a job: line, message id, deliveries, token, job id, target state, data, attempt, retry count,
 --        more (0 | {delay, index of its idempotency key (0: none), ms the key outlives the job, dead letter's fields})
 --        then n bodies
 -- Reply  position (from 1) and 'already' | 'stale' of each that was not applied
@@ -16,8 +16,8 @@ local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV
 local parking = ARGV[10]
 -- One packed argument: nine a job would cost Redis more than the jobs themselves.
 local jobs = cmsgpack.unpack(ARGV[20])
-local FIRST_KEY, FIRST_BODY, STRIDE = 15, 20, 9
-local LINE_AT, ID_AT, DELIVERIES_AT, JOB_AT, TARGET_AT, DATA_AT, ATTEMPT_AT, RETRIES_AT, MORE_AT = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local FIRST_KEY, FIRST_BODY, STRIDE = 15, 20, 10
+local LINE_AT, ID_AT, DELIVERIES_AT, TOKEN_AT, JOB_AT, TARGET_AT, DATA_AT, RETRIES_AT, MORE_AT = 1, 2, 3, 4, 5, 6, 7, 9, 10
 local legal = MOVES['running']
 
 -- Read: who holds what, and what do the records say?
@@ -38,6 +38,11 @@ for line = 0, 2 do
   end
 end
 
+-- Whether the record says that the job is in this message: it begins with `<line>:<id> `.
+local function is_here(record, line, id)
+  return string.sub(record, 3, 2 + #id) == id and string.byte(record, 3 + #id) == 32 and string.byte(record, 1) == 48 + line
+end
+
 -- Decide. The fence is (message, worker, delivery count), and the record must agree that the job is here.
 local DONE = -1
 local reply, skipped, leaving, released = {}, {}, { [0] = {}, {}, {} }, {}
@@ -48,7 +53,7 @@ for i = 1, n do
   local verdict = 'stale'
   if has == deliveries and legal[target] then
     held[line][id] = DONE
-    if not record or string.find(record, line .. ':' .. id .. ' ', 1, true) == 1 then
+    if not record or is_here(record, line, id) then
       verdict = nil
       -- Unpacked here: it can fail, and nothing may once writing has begun.
       if target == 'queued' then released[i] = cmsgpack.unpack(ARGV[FIRST_BODY + i]) end
@@ -62,7 +67,7 @@ for i = 1, n do
     verdict = 'already' -- the same attempt twice in one batch
   elseif record then
     local _, _, token = header_of(record)
-    if token == line .. ':' .. id .. ':' .. deliveries .. ':' .. worker then verdict = 'already' end
+    if token == jobs[at + TOKEN_AT] then verdict = 'already' end
   end
   if verdict then
     reply[#reply + 1], reply[#reply + 2] = i, verdict
@@ -92,9 +97,8 @@ end
 
 local function finish(i, at, state)
   local job_id, more = jobs[at + JOB_AT], jobs[at + MORE_AT]
-  redis.call('PSETEX', KEYS[FIRST_KEY + i], ttl, '- ' .. state .. ' ' .. jobs[at + LINE_AT] .. ':' .. jobs[at + ID_AT] .. ':'
-    .. jobs[at + DELIVERIES_AT] .. ':' .. worker .. '\n' .. ARGV[FIRST_BODY + i])
-  redis.call('XADD', results, '*', 'task_id', job_id, 'status', state,
+  call('PSETEX', KEYS[FIRST_KEY + i], ttl, '- ' .. state .. ' ' .. jobs[at + TOKEN_AT] .. '\n' .. ARGV[FIRST_BODY + i])
+  call('XADD', results, '*', 'task_id', job_id, 'status', state,
     state == 'succeeded' and 'result' or 'error', jobs[at + DATA_AT], 'retry_count', jobs[at + RETRIES_AT], 'finished_at', now)
   if more ~= 0 and more[2] > 0 then redis.call('PEXPIRE', KEYS[FIRST_KEY + more[2]], more[3]) end
   ended[#ended + 1] = job_id
@@ -103,14 +107,14 @@ end
 -- Everything but success.
 local function settle_otherwise(i, at, target)
   local line, id = jobs[at + LINE_AT], jobs[at + ID_AT]
-  local token = line .. ':' .. id .. ':' .. jobs[at + DELIVERIES_AT] .. ':' .. worker
+  local token = jobs[at + TOKEN_AT]
   local record, job_id, body, delay = KEYS[FIRST_KEY + i], jobs[at + JOB_AT], ARGV[FIRST_BODY + i], jobs[at + MORE_AT][1]
   if target == 'retrying' and parking == '' then
     redis.call('SET', record, '- retrying ' .. token .. '\n' .. body)
     due_in(retry, job_id, delay)
   elseif target == 'retrying' then
     redis.call('XCLAIM', streams[line + 1], group, parking, 0, id, 'JUSTID')
-    redis.call('SET', record, line .. ':' .. id .. ' retrying ' .. token .. '\n' .. body)
+    redis.call('SET', record, PLACE[line] .. id .. ' retrying ' .. token .. '\n' .. body)
     due_in(waiting, job_id, delay)
   elseif target == 'queued' and delay > 0 then
     redis.call('SET', record, '- queued ' .. token .. '\n' .. body)

@@ -54,7 +54,7 @@ for i = 1, n do
     local line, job_id, task, payload = jobs[first + 1], jobs[first + 2], jobs[first + 3], jobs[first + 4]
     local record
     if plain then
-      record = line .. ':' .. redis.call('XADD', streams[line + 1], '*',
+      record = PLACE[line] .. call('XADD', streams[line + 1], '*',
         'holdfast', head, 'task_id', job_id, 'type', task, 'payload', payload) .. ' queued -'
     else
       local due, key_index, tenant, key, trace, meta = unpack(jobs, first + 5, first + 10)
