@@ -55,13 +55,18 @@ class Holdfast:
         *,
         ledger: str | None = None,
         settings: Settings | None = None,
+        retry: Retry = _DEFAULT_RETRY,
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
-        """Settings come from the arguments, `HOLDFAST_*` and `holdfast.toml`, or ready-made as `settings`."""
+        """Settings come from the arguments, `HOLDFAST_*` and `holdfast.toml`, or ready-made as `settings`.
+
+        `retry` is the policy of tasks that name none of their own.
+        """
         if settings is not None and (url is not None or ledger is not None or overrides):
             raise InvalidOption("give settings, or url and single settings, not both")
         self.settings = settings or Settings.load(url=url, ledger=ledger, **overrides)
+        self._retry = _checked_retry(retry)
         self.door = Door()
         self._clock: Clock = clock or SystemClock()
         self._tasks: dict[str, Task[..., Any]] = {}
@@ -129,7 +134,7 @@ class Holdfast:
         *,
         name: str | None = None,
         queue: str = DEFAULT_QUEUE,
-        retry: Retry = _DEFAULT_RETRY,
+        retry: Retry | None = None,
         timeout: Duration | None = None,
         on_exhausted: OnExhausted | Literal["dead_letter", "suspend"] = OnExhausted.DEAD_LETTER,
         retry_on: ExceptionTypes = (),
@@ -146,7 +151,7 @@ class Holdfast:
         *,
         name: str | None = None,
         queue: str = DEFAULT_QUEUE,
-        retry: Retry = _DEFAULT_RETRY,
+        retry: Retry | None = None,
         timeout: Duration | None = None,
         on_exhausted: OnExhausted | Literal["dead_letter", "suspend"] = OnExhausted.DEAD_LETTER,
         retry_on: ExceptionTypes = (),
@@ -163,7 +168,7 @@ class Holdfast:
         a job goes that failed for good. `process=True` runs it in a child process, which can be killed.
         """
         policy = Policy(
-            retry=_checked_retry(retry),
+            retry=self._retry if retry is None else _checked_retry(retry),
             timeout_ms=_timeout_ms(timeout),
             on_exhausted=_on_exhausted(on_exhausted),
             retry_on=_exception_types(retry_on, "retry_on"),

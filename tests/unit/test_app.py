@@ -105,6 +105,19 @@ async def test_one_key_cannot_serve_many_jobs(app: Holdfast) -> None:
         await app.task(work).options(idempotency_key="k").submit_many([()])
 
 
+def test_a_task_without_a_policy_has_the_apps() -> None:
+    app = Holdfast("sqlite://", retry=Retry(max_retries=7))
+    assert app.task(name="plain")(lambda: None).plan.policy.retry.max_retries == 7
+    assert app.task(name="own", retry=Retry(max_retries=1))(lambda: None).plan.policy.retry.max_retries == 1
+    with pytest.raises(InvalidOption, match="retry"):
+        Holdfast("sqlite://", retry=3)  # type: ignore[arg-type]
+
+
+def test_a_ledger_that_is_not_there_yet_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="HOLDFAST_LEDGER"):
+        _ = Holdfast("sqlite://", ledger="sqlite:///ledger.db").engine
+
+
 def test_settings_come_once(app: Holdfast) -> None:
     settings = Settings.load(url="sqlite://", concurrency=7)
     assert Holdfast(settings=settings).settings is settings
