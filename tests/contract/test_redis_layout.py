@@ -137,6 +137,22 @@ async def test_results_are_kept_by_age(redis_harness: RedisHarness) -> None:
     assert [fields[b"task_id"] for _, fields in await redis_harness.redis.xrange(result)] == [claim.job_id.encode()]
 
 
+async def test_the_feed_ages_only_while_nobody_reads_it(redis_harness: RedisHarness) -> None:
+    rig = await Rig.on(redis_harness, finished_ttl_ms=60_000)
+    feed = redis_harness.keys(QUEUE).feed
+    old = {"kind": "created_plain", "at": "1000", "worker": "", "nonce": "n", "moves": b"\x90", "skipped": ""}
+    await redis_harness.redis.xadd(feed, old, id="1000-0")
+    job_id = await rig.submit_one()
+    assert await rig.engine.prune([QUEUE]) >= 1
+    assert [event.job_id for event in await rig.events()] == [job_id]
+
+    await redis_harness.redis.delete(feed)
+    await redis_harness.redis.xadd(feed, old, id="1000-0")
+    await rig.engine.register_reader(QUEUE)
+    await rig.engine.prune([QUEUE])
+    assert await redis_harness.redis.xlen(feed) == 1
+
+
 async def test_a_dead_letter_says_everything(redis_harness: RedisHarness, rig: Rig) -> None:
     claim = await rig.start_one("w1", payload=b'{"n":4}', tenant_id="acme", trace_id="t-1")
     await rig.settle(claim, RetryLater(0, FAILURE))

@@ -172,11 +172,15 @@ class Readers:
     async def prune(self, queues: Sequence[str]) -> int:
         store = self._store
         count = 0
-        cutoff = await store.now_ms() - store.options.result_ttl_ms
+        now_ms = await store.now_ms()
+        oldest_result = max(0, now_ms - store.options.result_ttl_ms)
+        oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
         enough = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
         for queue in queues:
             keys = store.keys(queue)
-            count += await self._trim(keys.result, f"{max(0, cutoff)}-0")
+            count += await self._trim(keys.result, f"{oldest_result}-0")
+            arguments = [oldest_entry, int(store.has_autoclaim)]
+            count += await store.run(Lane.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
             count += await store.run(Lane.OTHER, "leave", queue, keys.streams, [store.names.group, "", enough, PARKING])
         return count
 
