@@ -63,6 +63,9 @@ FINAL: Final = frozenset(state for state, targets in MOVES.items() if state is n
 #: States in which a job is kept aside with its whole envelope, not in the line.
 PARKED: Final = frozenset({_S.SUSPENDED, _S.WAITING_APPROVAL, _S.DLQ_PENDING})
 
+#: Where a person can send a job, if the table agrees. Only engine and workers can run, retry or succeed.
+OPERATOR_TARGETS: Final = frozenset(State) - {_S.RUNNING, _S.RETRYING, _S.SUCCEEDED}
+
 #: The event each move leaves in the feed, by its target (requirement L2) …
 EVENTS: Final[Mapping[State, str]] = MappingProxyType(
     {

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.core.job import Claim, Envelope, Event, Failure, Meta, Priority
-from holdfast.core.states import State
+from holdfast.core.states import OPERATOR_TARGETS, State
 from holdfast.core.verdict import (
     Answer,
     DeadLetter,
@@ -38,7 +38,6 @@ from holdfast.core.verdict import (
 )
 from holdfast.engine.port import Engine
 from holdfast.errors import TransitionInvalid
-from holdfast.testing.contract.operators import OPERATOR_TARGETS
 from holdfast.testing.history import check_history
 from holdfast.testing.model import MAX_DELIVERIES, UNIT_MS, VISIBILITY_MS, Model
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.core.job import Failure, JobView, Meta, new_job_ids
-from holdfast.core.states import FINAL, State
+from holdfast.core.states import FINAL, OPERATOR_TARGETS, State
 from holdfast.core.verdict import by_operator, resumed
 from holdfast.engine.port import Control
 from holdfast.engine.redis import wire
@@ -16,20 +16,8 @@ from holdfast.engine.redis.keys import PARKING
 from holdfast.engine.redis.readers import view_of_reply
 from holdfast.engine.redis.settling import fixed_keys
 from holdfast.engine.redis.store import Store
-from holdfast.errors import InvalidOption, TransitionInvalid, UnknownJob
+from holdfast.errors import TransitionInvalid, UnknownJob
 
-#: Where an operator can send a job; the rest is the engine's own to decide.
-TARGETS: Final = frozenset(
-    {
-        State.QUEUED,
-        State.SUSPENDED,
-        State.WAITING_APPROVAL,
-        State.CANCELLED,
-        State.DLQ_PENDING,
-        State.DLQ_RECORDED,
-        State.FAILED,
-    }
-)
 #: A job that changes under our eyes this often in a row is being moved by someone in a loop.
 _TRIES: Final = 20
 
@@ -43,8 +31,6 @@ class Operators:
     async def move(
         self, queue: str, job_id: str, to: State, *, actor: str, reason: str, expected: State | None = None
     ) -> State:
-        if to not in TARGETS:
-            raise InvalidOption(f"no operator can move a job to {to}; engine and workers do that")
         for _ in range(_TRIES):
             answer = await self._try(queue, job_id, to, actor, reason, expected)
             if answer[0] == b"applied":
@@ -70,6 +56,8 @@ class Operators:
         if not looked[0]:
             return [b"unknown"]
         view = view_of_reply(queue, job_id, looked[0])
+        if to not in OPERATOR_TARGETS:
+            return [b"illegal", view.state.value.encode()]
         now_ms = await store.now_ms()
         failure = _failure(view, to, actor, reason)
         meta = _meta(view, to)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -27,17 +26,9 @@ from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import Lane
 from holdfast.engine.redis.keys import Keys
 from holdfast.engine.redis.store import Store
+from holdfast.engine.tally import count_answers
 
 _ANSWERS: Final = {b"already": Answer.ALREADY, b"stale": Answer.STALE}
-#: Which counter each verdict raises.
-_COUNTERS: Final[dict[type, str]] = {
-    Succeed: "succeeded",
-    RetryLater: "retried",
-    DeadLetter: "dead",
-    Suspend: "suspended",
-    Hold: "held",
-    Release: "released",
-}
 
 
 class Settling:
@@ -65,7 +56,7 @@ class Settling:
         answers = [Answer.APPLIED] * len(settlements)
         for position, word in zip(refused[::2], refused[1::2], strict=True):
             answers[position - 1] = _ANSWERS[word]
-        self._count(settlements, answers)
+        count_answers(self._store.counts, settlements, answers)
         return answers
 
     def _arguments(
@@ -116,18 +107,6 @@ class Settling:
         for of_line in ids:
             arguments += _span(of_line)
         return [*fixed_keys(keys), *records, *expiring], [*arguments, wire.pack(jobs), *bodies]
-
-    def _count(self, settlements: Sequence[Settlement], answers: Sequence[Answer]) -> None:
-        counts = self._store.counts
-        kinds = Counter(
-            type(settlement.verdict)
-            for settlement, answer in zip(settlements, answers, strict=True)
-            if answer is Answer.APPLIED
-        )
-        for kind, number in kinds.items():
-            name = _COUNTERS[kind]
-            setattr(counts, name, getattr(counts, name) + number)
-        counts.stale_settles += answers.count(Answer.STALE)
 
 
 def fixed_keys(keys: Keys) -> tuple[bytes, ...]:

@@ -39,8 +39,8 @@ from holdfast.engine.sqlite.doctor import examine
 from holdfast.engine.sqlite.policy import Policy
 from holdfast.engine.sqlite.rows import CONTROL, EVENT_ROWS, INSTANT, NAMES, VIEW_ROWS, as_entries
 from holdfast.engine.sqlite.store import Place, Store
-from holdfast.engine.sqlite.tally import count_answers
 from holdfast.engine.sqlite.transaction import json_list
+from holdfast.engine.tally import count_answers
 from holdfast.errors import IntakeRefused, TransitionInvalid
 from holdfast.observe.counts import Counts
 

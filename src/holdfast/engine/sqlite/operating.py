@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from holdfast.core.job import Failure, Meta
-from holdfast.core.states import State
+from holdfast.core.states import OPERATOR_TARGETS, State
 from holdfast.core.verdict import by_operator, resumed
 from holdfast.engine.port import Control
 from holdfast.engine.sqlite.journal import Journal, notify
@@ -16,9 +14,6 @@ from holdfast.engine.sqlite.policy import Policy
 from holdfast.engine.sqlite.rows import WORK_ROWS, WorkRow, decode_meta
 from holdfast.engine.sqlite.transaction import Transaction
 from holdfast.errors import TransitionInvalid, UnknownJob
-
-#: Where an operator may send a job, if the table agrees. Only a worker can run, retry or succeed.
-TARGETS: Final = frozenset(State) - {State.RUNNING, State.RETRYING, State.SUCCEEDED}
 
 
 def move(
@@ -36,7 +31,7 @@ def move(
     if not rows:
         raise UnknownJob(job_id)
     (row,) = rows
-    if to not in TARGETS or (expected is not None and row.state is not expected):
+    if to not in OPERATOR_TARGETS or (expected is not None and row.state is not expected):
         raise TransitionInvalid(job_id, row.state, to)
     moves = Moves(transaction, policy, queue)
     moves.add(_move(row, to, actor, reason, policy.clock.now_ms()))
