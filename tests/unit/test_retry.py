@@ -125,3 +125,9 @@ def test_durations_are_timedeltas_or_seconds() -> None:
     assert duration_ms(0.25, "x") == 250
     assert duration_ms(2, "x") == 2_000
     assert duration_ms(0, "x") == 0
+
+
+def test_a_long_base_raises_the_default_cap() -> None:
+    patient = Retry(base=60, jitter=None)
+    assert [patient.delay_ms(count, Random(1)) for count in (1, 2)] == [60_000, 60_000]
+    assert Retry(base=60, cap=30, jitter=None).delay_ms(1, Random(1)) == 30_000

@@ -18,6 +18,7 @@ from holdfast.errors import InvalidOption
 Duration = timedelta | float | int
 
 _MAX_RETRIES: Final = 3
+_CAP_MS: Final = 30_000
 #: No cap needs more doublings than this, and 2.0 ** 2000 overflows.
 _MAX_EXPONENT: Final = 64
 
@@ -37,7 +38,8 @@ def duration_ms(value: Duration, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Retry:
-    """How often and when. The defaults: three retries after about 1, 2 and 4 seconds.
+    """How often and when. The defaults: three retries after about 1, 2 and 4 seconds, none later than 30 seconds
+    (or than `base`, if that is longer).
 
     >>> Retry(max_retries=3, delays=[60, 300, 900])           # after 1, 5 and 15 minutes
     >>> Retry(max_attempts=10, base=1, cap=600, jitter=None)  # ten runs, 1 s doubling up to 10 min
@@ -61,7 +63,7 @@ class Retry:
         max_attempts: int | None = None,
         base: Duration = 1.0,
         multiplier: float = 2.0,
-        cap: Duration = 30.0,
+        cap: Duration | None = None,
         jitter: Duration | None = 0.3,
         delays: Sequence[Duration] = (),
         unavailable_deadline: Duration | None = None,
@@ -78,9 +80,10 @@ class Retry:
             raise InvalidOption(f"multiplier must be 1 or more, got {multiplier!r}")
         put = object.__setattr__
         put(self, "max_retries", max_retries)
-        put(self, "base_ms", duration_ms(base, "base"))
+        base_ms = duration_ms(base, "base")
+        put(self, "base_ms", base_ms)
         put(self, "multiplier", float(multiplier))
-        put(self, "cap_ms", duration_ms(cap, "cap"))
+        put(self, "cap_ms", max(_CAP_MS, base_ms) if cap is None else duration_ms(cap, "cap"))
         put(self, "jitter_ms", 0 if jitter is None else duration_ms(jitter, "jitter"))
         put(self, "delays_ms", tuple(duration_ms(delay, "delays") for delay in delays))
         put(
