@@ -125,6 +125,6 @@ def _print_memory(console: Console, results: Results) -> None:
         mb = {name: f"{memory[name] / 1e6:,.1f} MB" for name in ("before", "deep", "expired", "bounded_streams")}
         console.print(
             f"memory of Redis: {mb['before']} empty, {mb['deep']} with the deep queue, {mb['expired']} when all "
-            f"was done and expired ({mb['bounded_streams']} of that feed and results, which are bounded by number and age)",
+            f"was done and expired ({mb['bounded_streams']} of that feed and results, both bounded)",
             highlight=False,
         )
