@@ -17,6 +17,7 @@
     │   └─ FeedFull             … because nobody reads its feed
     └─ Unavailable              something holdfast or a task depends on is down; safe to try again
         └─ EngineUnavailable
+            └─ EngineRefused    … in a way that trying again may not mend
 
 A task raises `Fatal` to say "do not retry", `Unavailable` to say "a dependency is down, this is not
 my fault" (requirement Y8).
@@ -183,6 +184,12 @@ class EngineUnavailable(Unavailable):
     """The engine's store does not answer; what it accepted before is not lost."""
 
     code = "ENGINE_UNAVAILABLE"
+
+
+class EngineRefused(EngineUnavailable):
+    """The store refused a step in a way that nobody foresaw; nothing was changed, and trying again may not help."""
+
+    code = "ENGINE_REFUSED"
 
 
 class Fatal(HoldfastError):

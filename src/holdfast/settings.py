@@ -18,7 +18,9 @@ from pydantic_settings import (
 from holdfast.engine.port import EngineOptions, RetryVia
 from holdfast.errors import InvalidOption
 
-_SCHEMES = ("sqlite", "redis", "rediss", "redis+sentinel", "redis+cluster")
+_SCHEMES = ("sqlite", "redis", "rediss")
+#: Accepted here, so that the engine can say that they are not supported yet.
+_RESERVED = ("redis+sentinel", "redis+cluster")
 
 
 class Settings(BaseSettings):
@@ -91,7 +93,7 @@ class Settings(BaseSettings):
     @classmethod
     def _known_scheme(cls, url: str) -> str:
         scheme, separator, _ = url.partition("://")
-        if not separator or scheme not in _SCHEMES:
+        if not separator or scheme not in _SCHEMES + _RESERVED:
             raise ValueError(f"must begin with one of {', '.join(s + '://' for s in _SCHEMES)}")
         return url
 
@@ -104,16 +106,16 @@ class Settings(BaseSettings):
     def engine_options(self) -> EngineOptions:
         """The part that an engine needs."""
         return EngineOptions(
-            visibility_timeout_ms=round(self.visibility_timeout_s * 1000),
+            visibility_timeout_ms=max(1, round(self.visibility_timeout_s * 1000)),
             payload_limit=self.payload_limit,
             max_deliveries=self.max_deliveries,
-            finished_ttl_ms=round(self.finished_ttl_s * 1000),
-            idempotency_window_ms=round(self.idempotency_window_s * 1000),
+            finished_ttl_ms=max(1, round(self.finished_ttl_s * 1000)),
+            idempotency_window_ms=max(1, round(self.idempotency_window_s * 1000)),
             ledger=self.ledger is not None,
             retry_via=self.retry_via,
             pending_idle_ms=round(self.reclaim_idle_s * 1000),
             result_limit=self.result_limit,
-            result_ttl_ms=round(self.result_ttl_s * 1000),
+            result_ttl_ms=max(1, round(self.result_ttl_s * 1000)),
             feed_limit=self.feed_limit,
             feed_max_bytes=self.feed_max_bytes,
         )

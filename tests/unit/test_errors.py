@@ -83,6 +83,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "FeedFull": "FEED_FULL",
         "Unavailable": "UNAVAILABLE",
         "EngineUnavailable": "ENGINE_UNAVAILABLE",
+        "EngineRefused": "ENGINE_REFUSED",
         "Fatal": "FATAL",
     }
 

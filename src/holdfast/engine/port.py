@@ -26,6 +26,7 @@ import msgspec
 from holdfast.core.job import Claim, Envelope, Event, JobView, Lease, Receipt
 from holdfast.core.states import State
 from holdfast.core.verdict import Answer, Settlement
+from holdfast.errors import InvalidOption
 from holdfast.observe.counts import Counts
 
 #: The most jobs that one atomic step handles; larger batches are cut. 500 take a Redis script 4–6 ms.
@@ -73,6 +74,11 @@ class EngineOptions:
     feed_limit: int = 1_000
     #: With a reader, intake is refused when the unread feed is larger than this.
     feed_max_bytes: int = 512 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        for name in ("visibility_timeout_ms", "finished_ttl_ms", "idempotency_window_ms", "result_ttl_ms"):
+            if getattr(self, name) < 1:
+                raise InvalidOption(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class Promotion(msgspec.Struct, frozen=True):

@@ -45,7 +45,10 @@ class Answers:
                 await self._register(queue, job_id, channel, ended)
                 view = await self._get(queue, job_id)
                 left = deadline - asyncio.get_running_loop().time()
-                if view is None or view.state in FINAL or left <= 0:
+                if view is None or view.state in FINAL:
+                    await self._forget(queue, job_id)
+                    return view
+                if left <= 0:
                     return view
                 try:
                     async with asyncio.timeout(min(left, _LOOK_AGAIN_S)):
@@ -72,6 +75,13 @@ class Answers:
             # Full, or read-only: nobody will call us, but we can still look.
             _log.debug("waiting for job %s by looking now and then: %s", job_id, exc)
 
+    async def _forget(self, queue: str, job_id: str) -> None:
+        """The job had ended when we asked to be told: nobody else would take our name off the list."""
+        try:
+            await self._store.client.call(Lane.OTHER, b"HDEL", self._store.keys(queue).waiters, job_id)
+        except EngineUnavailable as exc:
+            _log.debug("job %s stays on the list of awaited jobs: %s", job_id, exc)
+
     def _unregister(self, channel: bytes, ended: asyncio.Event) -> None:
         waiting = self._waiting.get(channel)
         if waiting is None:
@@ -85,9 +95,10 @@ class Answers:
     async def _connected(self) -> Subscription:
         async with self._opening:
             if self._subscription is None or not self._subscription.usable:
-                self._subscription = await self._store.client.subscription(self._on_message)
-                for channel in self._waiting:
-                    await _subscribe(self._subscription, channel)
+                subscription = await self._store.client.subscription(self._on_message)
+                for channel in list(self._waiting):
+                    await _subscribe(subscription, channel)
+                self._subscription = subscription
             return self._subscription
 
     def _on_message(self, channel: bytes) -> None:

@@ -19,7 +19,7 @@ import hiredis
 
 from holdfast.core.states import MOVES
 from holdfast.engine.redis.connection import Address, Connection, NoReply, Subscription
-from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.errors import EngineRefused, EngineUnavailable, InvalidOption
 
 
 class Lane(StrEnum):
@@ -52,10 +52,8 @@ _NOT_NOW: Final[Mapping[str, str]] = {
 }
 
 
-class ScriptError(EngineUnavailable):
-    """A script failed in a way that nobody foresaw; nothing is known about its writes."""
-
-    code = "ENGINE_SCRIPT_ERROR"
+class ScriptError(EngineRefused):
+    """A command or script failed for a reason that is not the server's state of health."""
 
 
 class ConnectionLost(EngineUnavailable):

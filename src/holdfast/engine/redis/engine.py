@@ -4,7 +4,8 @@ Correctness lives in `lua/`, one script per verb; the modules beside this one bu
 and read its reply.
 
     intake     submit
-    leases     claim · adopt · resume · renew · reclaim · leave
+    leases     claim · resume · renew · reclaim · leave
+    adoption   foreign messages become jobs
     settling   settle
     operators  move · set_control
     readers    get · find · stats · listen · feed · prune
@@ -156,7 +157,8 @@ class RedisEngine(Engine):
         claims: list[Claim] = []
         for queue in queues:
             room = limit - len(claims)
-            if room > 0 and self._store.parking(queue):
+            if room > 0:
+                # Whatever this process's settings say: others, or we ourselves before a change, may have parked some.
                 claims += await self._leases.retake(worker, queue, room)
                 room = limit - len(claims)
             if room > 0:

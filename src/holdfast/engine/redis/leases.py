@@ -1,4 +1,4 @@
-"""claim, adopt, resume, renew, reclaim, leave: who may run what."""
+"""claim, resume, renew, reclaim, leave: who may run what."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from holdfast.core.job import Claim, Lease, read_order
 from holdfast.engine.port import MAX_BATCH
 from holdfast.engine.redis import wire
+from holdfast.engine.redis.adoption import Adopter, Delivery
 from holdfast.engine.redis.client import Lane, ScriptError
 from holdfast.engine.redis.keys import PARKING, WAKE_GROUP
 from holdfast.engine.redis.store import Store
@@ -17,8 +18,6 @@ from holdfast.engine.redis.store import Store
 #: A worker that is woken and dies costs the others at most this long.
 _MAX_BLOCK_MS: Final = 5_000
 _LINES: Final = 3
-#: Adopted in one step; foreign messages are rare and their arguments many.
-_ADOPT_BATCH: Final = 100
 #: A worker holds at most about this many leases; what lies beyond is found at the next look.
 _RESUME_LIMIT: Final = 10_000
 
@@ -28,6 +27,7 @@ class Leases:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._adopter = Adopter(store)
         self._turn = 0
         self._paused: set[str] = set()
         self._cursors: dict[str, list[bytes]] = {}
@@ -77,19 +77,9 @@ class Leases:
             return []
         self._paused.discard(queue)
         now_ms = int(reply[1])
-        claims: list[Claim] = []
-        foreign: list[tuple[int, Any, int, bytes]] = []
-        for line, entries in zip(reply[2::2], reply[3::2], strict=True):
-            for entry in entries:
-                if wire.is_ours(entry[1]):
-                    try:
-                        claims.append(wire.parse_entry(entry, line, queue, worker, 1, now_ms))
-                        continue
-                    except wire.Malformed:
-                        pass  # forged: told apart and dead-lettered by adoption
-                foreign.append((line, entry, 1, b""))
-        if foreign:
-            claims += await self._adopt(worker, queue, foreign, now_ms)
+        lines = zip(reply[2::2], reply[3::2], strict=True)
+        found = [Delivery(line, entry, 1) for line, entries in lines for entry in entries]
+        claims = await self._claims(worker, queue, found, now_ms)
         if reply[0] == b"nogroup":
             await store.create_groups(queue)
             claims += await self._claim_queue(worker, queue, limit - len(claims))
@@ -114,62 +104,6 @@ class Leases:
             client.drop(Lane.WAIT)
             raise
 
-    # adopt -----------------------------------------------------------------------------------------
-
-    async def _adopt(
-        self, worker: str, queue: str, messages: Sequence[tuple[int, Any, int, bytes]], now_ms: int
-    ) -> list[Claim]:
-        claims: list[Claim] = []
-        await self._store.introduce(queue)
-        for start in range(0, len(messages), _ADOPT_BATCH):
-            part = messages[start : start + _ADOPT_BATCH]
-            claims += await self._adopt_part(worker, queue, part, now_ms, keep_ids=True)
-        return claims
-
-    async def _adopt_part(
-        self, worker: str, queue: str, messages: Sequence[tuple[int, Any, int, bytes]], now_ms: int, *, keep_ids: bool
-    ) -> list[Claim]:
-        store, keys = self._store, self._store.keys(queue)
-        options = store.options
-        adoptions = [_Adoption(message, queue, worker, keep_ids, options.payload_limit) for message in messages]
-        names = [*keys.streams, keys.feed, keys.result, keys.dlq, keys.dead, keys.control, keys.waiters]
-        names += [keys.job(adoption.job_id) for adoption in adoptions]
-        arguments: list[Any] = [
-            store.names.group,
-            worker,
-            store.nonce(),
-            options.feed_limit,
-            len(adoptions),
-            options.finished_ttl_ms,
-            options.result_limit,
-            int(options.ledger),
-            int(bool(store.names.stream_dlq)),
-        ]
-        key_indexes: dict[bytes, int] = {}
-        for adoption in adoptions:
-            key_index = 0
-            if adoption.explicit_key:
-                name = keys.idempotency(adoption.body.tenant_id, adoption.explicit_key)
-                key_index = key_indexes.setdefault(name, len(adoptions) + len(key_indexes) + 1)
-            arguments += adoption.arguments(key_index)
-        words = await store.run(Lane.CLAIM, "adopt", queue, [*names, *key_indexes], arguments)
-        claims: list[Claim] = []
-        clashes: list[tuple[int, Any, int, bytes]] = []
-        for adoption, message, word in zip(adoptions, messages, words, strict=True):
-            if word == b"adopted" and adoption.claim is not None:
-                store.counts.adopted += 1
-                claims.append(msgspec.structs.replace(adoption.claim, claimed_at_ms=now_ms))
-            elif word == b"clash":
-                clashes.append(message)
-            elif word == b"dead":
-                store.counts.malformed += 1
-            elif word == b"duplicate":
-                store.counts.skipped += 1
-        if clashes:
-            # A malformed message under a known job's id is a dead letter under an id of its own.
-            await self._adopt_part(worker, queue, clashes, now_ms, keep_ids=False)
-        return claims
-
     # resume ----------------------------------------------------------------------------------------
 
     async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
@@ -177,20 +111,21 @@ class Leases:
         for queue in queues:
             found = await self._own_pending(worker, queue, frozenset(held))
             mine = await self._claims(worker, queue, found, await self._store.now_ms())
-            if mine and self._store.parking(queue):
+            if mine:
                 keys = self._store.keys(queue)
                 records = await self._store.client.call(Lane.OTHER, b"MGET", *(keys.job(c.job_id) for c in mine))
                 mine = [with_record(claim, record) for claim, record in zip(mine, records, strict=True)]
             claims += mine
         return claims
 
-    async def _own_pending(self, worker: str, queue: str, held: frozenset[str]) -> list[tuple[int, Any, int, bytes]]:
+    async def _own_pending(self, worker: str, queue: str, held: frozenset[str]) -> list[Delivery]:
         store, keys = self._store, self._store.keys(queue)
-        found: list[tuple[int, Any, int, bytes]] = []
+        found: list[Delivery] = []
         for line, stream in enumerate(keys.streams):
             command = (b"XPENDING", stream, store.names.group, b"-", b"+", _RESUME_LIMIT, worker)
             try:
-                rows = await store.client.call(Lane.OTHER, *command)
+                # Behind any claim that was cancelled on its way: what it took must be seen here.
+                rows = await store.client.call(Lane.CLAIM, *command)
             except ScriptError:
                 await store.create_groups(queue)
                 continue
@@ -199,27 +134,26 @@ class Leases:
                     continue
                 entries = await store.client.call(Lane.OTHER, b"XRANGE", stream, message_id, message_id)
                 if entries:
-                    found.append((line, entries[0], deliveries, b""))
+                    found.append(Delivery(line, entries[0], deliveries))
                 else:
                     await store.client.call(Lane.OTHER, b"XACK", stream, store.names.group, message_id)
         return found
 
-    async def _claims(
-        self, worker: str, queue: str, found: Sequence[tuple[int, Any, int, bytes]], now_ms: int
-    ) -> list[Claim]:
-        """Entries that were delivered before, as claims."""
+    async def _claims(self, worker: str, queue: str, found: Sequence[Delivery], now_ms: int) -> list[Claim]:
+        """Messages as claims; those of other programs are adopted first."""
         claims: list[Claim] = []
-        foreign: list[tuple[int, Any, int, bytes]] = []
-        for line, entry, deliveries, owner in found:
+        foreign: list[Delivery] = []
+        for delivery in found:
+            line, entry, deliveries, _ = delivery
             if wire.is_ours(entry[1]):
                 try:
                     claims.append(wire.parse_entry(entry, line, queue, worker, deliveries, now_ms))
                     continue
                 except wire.Malformed:
-                    pass
-            foreign.append((line, entry, deliveries, owner))
+                    pass  # forged: told apart and dead-lettered by adoption
+            foreign.append(delivery)
         if foreign:
-            claims += await self._adopt(worker, queue, foreign, now_ms)
+            claims += await self._adopter.adopt(worker, queue, foreign, now_ms)
         return claims
 
     # renew -----------------------------------------------------------------------------------------
@@ -232,7 +166,6 @@ class Leases:
         for (queue, worker), group in groups.items():
             for start in range(0, len(group), MAX_BATCH):
                 lost += await self._renew(queue, worker, group[start : start + MAX_BATCH])
-        self._store.counts.leases_lost += len(lost)
         return lost
 
     async def _renew(self, queue: str, worker: str, leases: Sequence[Lease]) -> list[Lease]:
@@ -273,7 +206,7 @@ class Leases:
         found, records = [], {}
         for position, deliveries, entry, record in zip(reply[2::4], reply[3::4], reply[4::4], reply[5::4], strict=True):
             line, message_id, owner, *_ = lost[position - 1]
-            found.append((line, entry, deliveries, owner))
+            found.append(Delivery(line, entry, deliveries, owner))
             records[f"{line}:{message_id.decode()}"] = record
         store.counts.reclaimed += len(found)
         claims = await self._claims(worker, queue, found, int(reply[1]))
@@ -322,54 +255,6 @@ class Leases:
         for queue in queues:
             arguments = [self._store.names.group, worker, 0, PARKING]
             await self._store.run(Lane.OTHER, "leave", queue, self._store.keys(queue).streams, arguments)
-
-
-class _Adoption:
-    """One foreign message on its way to become a job or a dead letter."""
-
-    def __init__(
-        self, message: tuple[int, Any, int, bytes], queue: str, worker: str, keep_id: bool, payload_limit: int
-    ) -> None:
-        self.line, self._entry, self._deliveries, self._owner = message
-        self.claim: Claim | None = None
-        self._fault, self._dead_letter = b"", b""
-        try:
-            self.claim = wire.parse_foreign(self._entry, self.line, queue, worker, self._deliveries)
-            wire.check_size(self.claim.payload, payload_limit)
-            self.job_id = self.claim.job_id
-            self.body = wire.claim_body(self.claim, self.claim.meta, 0)
-            key = self.claim.idempotency_key
-            self.explicit_key = key if key != self.job_id else ""
-        except wire.Malformed as reason:
-            self.claim = None
-            fields = wire.as_dict(self._entry[1])
-            failure = wire.malformed(str(reason))
-            self.job_id = (wire.usable_id(fields.get(b"task_id")) if keep_id else None) or wire.made_up_id()
-            self.body = wire.malformed_body(fields, self._entry[0], self.line, failure)
-            self.explicit_key = ""
-            self._fault = wire.failure_text(failure).encode()
-            letter = wire.dead_letter_fields(self.job_id, self.body, failure, wire.made_up_id())
-            self._dead_letter = wire.pack(letter)
-
-    def arguments(self, key_index: int) -> tuple[Any, ...]:
-        body = self.body
-        return (
-            self.line,
-            self._entry[0],
-            self._deliveries,
-            self.job_id,
-            self._fault,
-            wire.encode_body(body) if self._fault else b"",
-            self._dead_letter,
-            key_index,
-            body.task,
-            body.payload,
-            body.tenant_id,
-            body.idempotency_key or self.job_id,
-            body.trace_id,
-            body.meta,
-            self._owner,
-        )
 
 
 def with_record(claim: Claim, record: bytes | None) -> Claim:

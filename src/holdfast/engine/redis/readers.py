@@ -102,7 +102,7 @@ class Readers:
         return QueueStats(
             queue=queue,
             states={
-                State.QUEUED: in_line - pending + delayed,
+                State.QUEUED: max(0, in_line - pending) + delayed,
                 State.RUNNING: pending - parked,
                 State.RETRYING: retry + parked,
                 State.SUSPENDED: suspended,
@@ -259,7 +259,7 @@ def _view_without_message(queue: str, job_id: str, state: State, owner: str) -> 
         task="",
         queue=queue,
         tenant_id="",
-        state=State.RUNNING if owner else state,
+        state=State.RUNNING if owner not in ("", PARKING) else state,
         attempt=0,
         payload=b"",
         idempotency_key="",

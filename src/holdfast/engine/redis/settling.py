@@ -80,7 +80,7 @@ class Settling:
                 expiring.append(keys.idempotency(claim.tenant_id, claim.idempotency_key))
                 key_index = count + len(expiring)
                 age_ms = settlement.finished_at_ms - claim.created_at_ms
-                keep_ms = max(1, options.idempotency_window_ms - age_ms)
+                keep_ms = min(options.idempotency_window_ms, max(1, options.idempotency_window_ms - age_ms))
             if type(settlement.verdict) is Succeed:
                 target, body, data, retries = _success(claim, settlement.verdict.result, settlement.finished_at_ms)
                 more: Any = (0, key_index, keep_ms) if key_index else 0
@@ -129,11 +129,11 @@ def fixed_keys(keys: Keys) -> tuple[bytes, ...]:
 
 
 def _span(ids: Sequence[str]) -> tuple[int, str, str]:
-    """How many message ids, their lowest and highest instant. Thirteen digits compare as text; what a text
-    comparison gets wrong (ids that somebody chose by hand) the script finds one by one."""
+    """How many message ids, their lowest and highest instant. As numbers: other programs may choose ids by hand."""
     if not ids:
         return 0, "", ""
-    return len(ids), min(ids).partition("-")[0], max(ids).partition("-")[0]
+    instants = [int(message_id.partition("-")[0]) for message_id in ids]
+    return len(ids), str(min(instants)), str(max(instants))
 
 
 def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...]:

@@ -42,6 +42,13 @@ local function is_ours(fields)
     and (#fields == 8 or #fields == 16)
 end
 
+-- A key of another type under one of our names must be noticed before the first write: a script does not roll back.
+local function check_types(streams, sets, hashes)
+  for _, key in ipairs(streams) do call('XLEN', key) end
+  for _, key in ipairs(sets) do call('ZCARD', key) end
+  for _, key in ipairs(hashes) do call('HLEN', key) end
+end
+
 -- Calls a command on many values, a thousand at a time.
 local function in_chunks(values, call)
   for first = 1, #values, CHUNK do

@@ -11,6 +11,7 @@ local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], 
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
 local FIRST_KEY, FIRST_ARG, STRIDE = 9, 9, 15
 
+check_types({ feed_key, results, dlq_on and dlq or results }, { dead }, { waiters })
 local reader = redis.call('HGET', control, 'reader')
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
 local now = number(now_ms())

@@ -6,7 +6,8 @@
 local group, timeout, limit, filter, parking = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
 
 -- Before 6.2 XPENDING cannot filter by idle time, nor exclude the start of a range: look at more rows.
-local scan = filter and limit or 1000
+-- Rows of retries that only wait count as looked at, too.
+local scan = math.max(limit, 1000)
 local reply, found = { '-', '-', '-' }, 0
 for line = 1, 3 do
   local stream, start = KEYS[line], ARGV[5 + line]

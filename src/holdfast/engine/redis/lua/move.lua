@@ -26,6 +26,8 @@ local running = row and row[2] ~= parking
 if running then from = 'running' end
 if (expected ~= '' and expected ~= from) or not MOVES[from][target] then return { 'illegal', from } end
 
+check_types({ KEYS[4], KEYS[5], KEYS[15], dlq_on and KEYS[6] or KEYS[5], streams[1], streams[2], streams[3] },
+  { KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12] }, { KEYS[13], KEYS[14] })
 local body_values = target == 'queued' and cmsgpack.unpack(body)
 local letter = dlq_fields ~= '' and cmsgpack.unpack(dlq_fields)
 

@@ -6,6 +6,7 @@ local streams = { KEYS[1], KEYS[2], KEYS[3] }
 local sets = { delayed = KEYS[4], retry = KEYS[5] }
 local n = tonumber(ARGV[1])
 
+check_types(streams, {}, {})
 local at = now_ms()
 local records = redis.call('MGET', unpack(KEYS, 6, 5 + n))
 local ready, strays = {}, {}

@@ -10,14 +10,17 @@ if controls[1] == '1' then return { 'paused' } end
 
 local at = now_ms()
 local records = redis.call('MGET', unpack(KEYS, 7, 6 + n))
-local due, strays = {}, {}
+local due, strays, again = {}, {}, {}
 for i = 1, n do
   local job_id, score = ARGV[5 + i], redis.call('ZSCORE', waiting, ARGV[5 + i])
   if score and tonumber(score) <= at then
-    local place, state = header_of(records[i] or '')
+    local place, state, token, body = header_of(records[i] or '')
     local line, id = split_place(place or '')
     if state == 'retrying' and line and #redis.call('XRANGE', KEYS[line + 1], id, id) == 1 then
       due[#due + 1] = { i, job_id, line, id }
+    elseif state == 'retrying' and line and body ~= '' then
+      -- Somebody deleted the message; the record has all of the job.
+      again[#again + 1] = { i, job_id, line, id, token, cmsgpack.unpack(body) }
     else
       strays[#strays + 1] = job_id
     end
@@ -33,6 +36,12 @@ for _, job in ipairs(due) do
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = line, deliveries, entry, records[i]
   local fields, _, _, _, body = entry[2], header_of(records[i])
   moves[#moves + 1] = { job_id, is_ours(fields) and fields[2] or '', deliveries, cmsgpack.unpack(body)[RETRIES] }
+end
+for _, job in ipairs(again) do
+  local i, job_id, line, id, token, body = unpack(job)
+  redis.call('ZREM', waiting, job_id)
+  redis.call('XACK', KEYS[line + 1], group, id)
+  redis.call('SET', KEYS[6 + i], put_in_line(KEYS, body, 'retrying', job_id) .. ' retrying ' .. token)
 end
 for _, job_id in ipairs(strays) do redis.call('ZREM', waiting, job_id) end
 feed(feed_key, feed_limit, controls[2], nonce, 'retaken', number(at), worker, moves)

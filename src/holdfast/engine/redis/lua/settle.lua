@@ -21,6 +21,13 @@ local LINE_AT, ID_AT, DELIVERIES_AT, TOKEN_AT, JOB_AT, TARGET_AT, DATA_AT, RETRI
 local legal = MOVES['running']
 
 -- Read: who holds what, and what do the records say?
+check_types({ feed_key, results }, {}, { waiters })
+for at = 0, (n - 1) * STRIDE, STRIDE do
+  if jobs[at + TARGET_AT] ~= 'succeeded' then
+    check_types({ notices, dlq_on and dlq or results }, { retry, waiting, suspended, held_set, dead, delayed }, {})
+    break
+  end
+end
 local reader = redis.call('HGET', control, 'reader')
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
 local function ids_of(line)

@@ -19,6 +19,7 @@ if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) > feed_bytes t
   return { 'full' }
 end
 
+check_types({ feed_key, notices, streams[1], streams[2], streams[3] }, { delayed, held }, {})
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
 local reply, skipped, taken = { 'ok', '' }, {}, {}
 local function skip(i, why)
