@@ -107,6 +107,11 @@ class Keys:
         return self._key("queue:control")
 
     @cached_property
+    def workers(self) -> bytes:
+        """Workers that claim from this queue, by when they last did."""
+        return self._key("queue:workers")
+
+    @cached_property
     def waiters(self) -> bytes:
         """Job id → channel of whoever waits for its end."""
         return self._key("queue:waiters")

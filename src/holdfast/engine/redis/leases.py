@@ -61,7 +61,7 @@ class Leases:
             Lane.CLAIM,
             "claim",
             queue,
-            [*keys.streams, keys.feed, keys.control, keys.wake],
+            [*keys.streams, keys.feed, keys.control, keys.wake, keys.workers],
             [
                 store.names.group,
                 worker,
@@ -253,8 +253,9 @@ class Leases:
 
     async def leave(self, worker: str, queues: Sequence[str]) -> None:
         for queue in queues:
+            keys = self._store.keys(queue)
             arguments = [self._store.names.group, worker, 0, PARKING]
-            await self._store.run(Lane.OTHER, "leave", queue, self._store.keys(queue).streams, arguments)
+            await self._store.run(Lane.OTHER, "leave", queue, [*keys.streams, keys.workers], arguments)
 
 
 def with_record(claim: Claim, record: bytes | None) -> Claim:

@@ -29,6 +29,8 @@ from holdfast.engine.redis.store import Store
 #: An idle consumer is dead after so many visibility timeouts without a sign of life.
 _DEAD_AFTER_TIMEOUTS: Final = 2
 _TRIM_BATCH: Final = 1_000
+#: An idle worker claims at least this often.
+_IDLE_CLAIM_MS: Final = 10_000
 
 
 class Readers:
@@ -94,8 +96,10 @@ class Readers:
             keys.delayed,
             keys.control,
             keys.dlq,
+            keys.workers,
         ]
-        reply = await self._store.run(Lane.OTHER, "stats", queue, names, [self._store.names.group, PARKING])
+        live_ms = self._store.options.visibility_timeout_ms + _IDLE_CLAIM_MS
+        reply = await self._store.run(Lane.OTHER, "stats", queue, names, [self._store.names.group, PARKING, live_ms])
         in_line, pending, parked, retry, suspended, held, dead, delayed, entries, letters, workers, control, size = (
             reply
         )
@@ -181,7 +185,8 @@ class Readers:
             count += await self._trim(keys.result, f"{oldest_result}-0")
             arguments = [oldest_entry, int(store.has_autoclaim)]
             count += await store.run(Lane.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
-            count += await store.run(Lane.OTHER, "leave", queue, keys.streams, [store.names.group, "", enough, PARKING])
+            arguments = [store.names.group, "", enough, PARKING]
+            count += await store.run(Lane.OTHER, "leave", queue, [*keys.streams, keys.workers], arguments)
         return count
 
     async def _trim(self, stream: bytes, position: str) -> int:

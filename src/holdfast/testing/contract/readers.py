@@ -147,6 +147,12 @@ class ReaderContract(Contract):
         assert (await rig.engine.promote([rig.queue], 10)).next_due_at_ms == 0
         assert await rig.engine.find(rig.queue, OPEN_STATES, 10) == []
 
+    async def test_an_idle_worker_is_counted_until_it_leaves(self, rig: Rig) -> None:
+        assert await rig.claim("w1") == []
+        assert (await rig.engine.stats(rig.queue)).workers == 1
+        await rig.engine.leave("w1", [rig.queue])
+        assert (await rig.engine.stats(rig.queue)).workers == 0
+
     async def test_finished_jobs_expire_and_open_ones_do_not(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, finished_ttl_ms=60_000, ledger=True)
         finished = [(await rig.put_in(state))[0] for state in (State.SUCCEEDED, State.FAILED, State.CANCELLED)]

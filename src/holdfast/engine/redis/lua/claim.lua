@@ -1,13 +1,14 @@
 -- claim: lease what may run now. Writes nothing per job: the pending list is the lease.
--- KEYS   1-3 streams  4 feed  5 control  6 wake
+-- KEYS   1-3 streams  4 feed  5 control  6 wake  7 workers
 -- ARGV   1 group  2 worker  3 limit  4 nonce  5 feed limit  6 wake group  7-9 lines in reading order
 -- Reply  {'paused'} | {'ok', now, line, entries, line, entries, …} | {'nogroup', …the same}
-local feed_key, control, wake = KEYS[4], KEYS[5], KEYS[6]
+local feed_key, control, wake, workers = KEYS[4], KEYS[5], KEYS[6], KEYS[7]
 local group, worker, limit, nonce, feed_limit, wake_group = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5], ARGV[6]
 
 local controls = redis.call('HMGET', control, 'paused', 'reader')
 if controls[1] == '1' then return { 'paused' } end
 
+check_types({ feed_key, wake }, { workers }, {})
 local now = number(now_ms())
 local reply, moves, room = { 'ok', now }, {}, limit
 for turn = 7, 9 do
@@ -33,6 +34,7 @@ for turn = 7, 9 do
   end
 end
 feed(feed_key, feed_limit, controls[2], nonce, 'claimed', now, worker, moves)
+redis.call('ZADD', workers, now, worker)
 
 if reply[1] == 'ok' then
   if room > 0 then

@@ -1,9 +1,14 @@
 -- leave: forget consumers that hold nothing. One that still has pending entries stays: removing it would lose them.
--- KEYS   1-3 streams
+-- KEYS   1-3 streams  4 workers
 -- ARGV   1 group  2 the one to forget ('' all that were idle long enough)  3 how long is enough  4 consumer never to forget
 -- Reply  how many
 local group, worker, enough, parking = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local count = 0
+if worker ~= '' then
+  redis.call('ZREM', KEYS[4], worker)
+else
+  redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', number(now_ms() - enough))
+end
 for line = 1, 3 do
   local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[line], group)
   if not consumers.err then
