@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast import Context, Holdfast, State, Worker
+from holdfast.worker.ending import Ending
+from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.worker import Ended
 from tests.worker.support import Faults, eventually, working
 
@@ -179,3 +181,146 @@ async def test_drained_workers_leave_nothing_running(app: Holdfast) -> None:
     left = {thread.name for thread in threading.enumerate()} - before
     assert not [name for name in left if name.startswith("holdfast-renewer")]
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+def _renewers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("holdfast-renewer")}
+
+
+async def test_cancelling_a_drain_still_ends_everything(app: Holdfast) -> None:
+    @app.task
+    async def long() -> None:
+        await asyncio.sleep(60)
+
+    before = _renewers()
+    worker, running = await start(app)
+    job = await long.submit()
+    await eventually(lambda: worker.running == 1)
+    worker.drain()
+    await eventually(lambda: worker._runner._draining, "the drain to begin")  # type: ignore[union-attr]
+    running.cancel()
+    # A second time, wherever the hurried end is by then.
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(20):
+            await running
+    assert _renewers() == before
+    assert (await job.state(), worker.in_hand) == (State.QUEUED, 0)
+    assert (await app.engine.stats("default")).workers == 0
+
+
+@pytest.mark.parametrize("step", ["_give_back_lost", "_until_judged"])
+async def test_an_end_that_goes_wrong_leaves_no_renewer_behind(
+    app: Holdfast, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    before = _renewers()
+    worker, running = await start(app)
+    monkeypatch.setattr(Ending, step, broken)
+    worker.drain()
+    with pytest.raises(RuntimeError, match="a bug"):
+        await running
+    assert _renewers() == before
+    assert (await app.engine.stats("default")).workers == 0
+
+
+async def test_claims_that_cannot_be_found_do_not_keep_the_rest_from_being_settled(
+    app: Holdfast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task
+    async def long() -> None:
+        await asyncio.sleep(60)
+
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    worker, running = await start(app)
+    job = await long.submit()
+    await eventually(lambda: worker.running == 1)
+    monkeypatch.setattr(Fetcher, "recover_lost", broken)
+    worker.drain()
+    worker.drain()
+    assert await running is Ended.DRAINED
+    assert "giving back claims on their way failed" in caplog.text
+    assert await job.state() is State.QUEUED
+
+
+async def test_a_cancelled_drain_tells_what_went_wrong_and_stays_cancelled(
+    app: Holdfast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered = asyncio.Event()
+
+    async def broken(ending: Ending, *_: Any) -> None:
+        entered.set()
+        await ending._hurry.wait()
+        raise RuntimeError("a bug")
+
+    before = _renewers()
+    worker, running = await start(app)
+    monkeypatch.setattr(Ending, "finish", broken)
+    worker.drain()
+    await entered.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert "the worker did not end as it should" in caplog.text
+    assert _renewers() == before
+
+
+async def test_a_hurry_cuts_the_wait_for_the_store_short(
+    url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.worker.ending._LAST_WORD_S", 0.05)
+    app = Holdfast(url, visibility_timeout_s=600)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app:
+        worker, running = await start(app)
+        faults.down |= {"settle", "resume", "leave"}
+        await work.submit()
+        await eventually(lambda: worker.finished == 1)
+        worker.drain()
+        await eventually(lambda: faults.count("resume"), "the drain to begin")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(20):
+                await running
+        faults.down.clear()
+
+
+async def test_unknown_tasks_count_towards_the_number_of_jobs(url: str) -> None:
+    elsewhere, app = Holdfast(url), Holdfast(url)
+
+    @elsewhere.task(name="unknown")
+    async def unknown() -> None: ...
+
+    async with elsewhere, app:
+        for _ in range(2):
+            await unknown.submit()
+        async with asyncio.timeout(20):
+            assert await Worker(app, max_jobs=2).run() is Ended.MAX_JOBS
+
+
+async def test_jobs_given_back_do_not_count_towards_the_number_of_jobs(app: Holdfast) -> None:
+    go = asyncio.Event()
+
+    @app.task
+    async def work() -> None:
+        await go.wait()
+
+    worker, running = await start(app, concurrency=1, max_jobs=2)
+    jobs = [await work.submit()]
+    await eventually(lambda: worker.running == 1)
+    jobs.append(await work.submit())
+    ahead = await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
+    worker._fetcher._take(ahead)  # type: ignore[union-attr]
+    worker._runner.release_waiting("given back: the worker is busy")  # type: ignore[union-attr]
+    go.set()
+    async with asyncio.timeout(20):
+        assert await running is Ended.MAX_JOBS
+    assert [await job.state() for job in jobs] == [State.SUCCEEDED, State.SUCCEEDED]

@@ -7,9 +7,12 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from holdfast import Context, Holdfast, State
 from holdfast.core.verdict import Succeed
 from holdfast.testing.clock import ManualClock
+from holdfast.worker.renewer import Renewer
 from tests.worker.support import Faults, eventually, working
 
 
@@ -179,3 +182,38 @@ async def test_a_lost_lease_is_taken_over_and_run_again(app: Holdfast, clock: Ma
         async with working(app) as worker:
             assert await job.result(10) == 2
             assert worker.counts.reclaimed == 1
+
+
+async def test_a_lease_settled_while_it_is_being_renewed_is_not_counted_as_lost(
+    both: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewing, settled = threading.Event(), threading.Event()
+    told: list[Any] = []
+    renew = Renewer._renew
+
+    async def renew_late(self: Renewer, leases: Any) -> Any:
+        if leases := list(leases):
+            renewing.set()
+            await asyncio.to_thread(settled.wait, 20)
+        return await renew(self, leases)
+
+    @both.task
+    async def work() -> str:
+        await eventually(renewing.is_set, "a heartbeat")
+        return "done"
+
+    monkeypatch.setattr(Renewer, "_renew", renew_late)
+    async with working(both) as worker:
+        lost = worker.lost
+
+        def hear(leases: Any) -> None:
+            lost(leases)
+            told.append(leases)
+
+        monkeypatch.setattr(worker, "lost", hear)
+        job = await work.submit()
+        assert await job.result(10) == "done"
+        await eventually(lambda: worker.in_hand == 0)
+        settled.set()
+        await eventually(lambda: told, "the engine's word that the lease is gone")
+        assert worker.counts.leases_lost == 0

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import pytest
 
 from holdfast import Holdfast, State
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.worker.fetcher import Fetcher
+from holdfast.worker.run import Held
+from holdfast.worker.runner import Runner
+from holdfast.worker.settler import Settler
 from tests.worker.support import Faults, eventually, working
 
 
@@ -179,3 +184,99 @@ async def test_submitting_to_a_store_that_is_down_fails_at_once(
         await work.submit_many([(), ()])
     faults.down.clear()
     await work.submit()
+
+
+async def test_a_verdict_that_is_refused_again_and_again_does_not_hold_up_the_others(
+    app: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, ran = asyncio.Event(), list[int]()
+
+    @app.task
+    async def work(number: int) -> int:
+        ran.append(number)
+        await go.wait()
+        return number
+
+    await app.open()
+    inner: Any = app.engine
+    real_settle = inner._engine.settle
+    sent: list[int] = []
+
+    async def settle(settlements: Any) -> Any:
+        if any(settlement.claim.payload == b'{"number":3}' for settlement in settlements):
+            sent.append(len(settlements))
+            raise EngineRefused("one of them makes the script fail")
+        return await real_settle(settlements)
+
+    monkeypatch.setattr(inner._engine, "settle", settle)
+    jobs = await work.submit_many((number,) for number in range(8))
+    async with working(app, concurrency=8) as worker:
+        await eventually(lambda: len(ran) == 8)
+        go.set()
+        good = [job for number, job in enumerate(jobs) if number != 3]
+        assert [await job.result(10) for job in good] == [0, 1, 2, 4, 5, 6, 7]
+        await eventually(lambda: worker.in_hand == 0, "the refused verdict to be left to its lease")
+        assert await jobs[3].state() is State.RUNNING
+        assert sent.count(1) == 3
+
+
+async def test_refusals_that_pass_lose_nothing(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two refusals, an outage, two more: that is not three in a row."""
+    ran: list[int] = []
+
+    @app.task
+    async def work() -> str:
+        ran.append(1)
+        return "settled"
+
+    await app.open()
+    inner: Any = app.engine
+    real_settle = inner._engine.settle
+    refused, away = EngineRefused("no"), EngineUnavailable("away")
+    failures = [refused, refused, away, away, away, away, refused, refused]
+
+    async def settle(settlements: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await real_settle(settlements)
+
+    monkeypatch.setattr(inner._engine, "settle", settle)
+    async with working(app):
+        job = await work.submit()
+        assert await job.result(20) == "settled"
+    assert ran == [1]
+
+
+async def test_a_job_whose_claim_was_the_first_and_lost_is_stamped_by_the_engines_clock(
+    app: Holdfast, faults: Faults
+) -> None:
+    @app.task
+    async def work() -> None: ...
+
+    job = await work.submit()
+    before_ms = round(time.time() * 1000) - 60_000
+    faults.lose_reply.add("claim")
+    async with working(app):
+        await job.result(10)
+    assert not faults.lose_reply
+    settled = [settlement for name, args in faults.calls if name == "settle" for settlement in args[0]]
+    assert [settlement.finished_at_ms > before_ms for settlement in settled] == [True]
+
+
+async def test_a_claim_found_after_an_outage_does_not_set_the_clock_back(app: Holdfast) -> None:
+    @app.task
+    async def work() -> None: ...
+
+    await app.open()
+    await work.submit()
+    await app.engine.claim("me", ["default"], 1, 0)
+    held: Held = set()
+    runner = Runner(app.plans, Settler(app.engine, held), held, 1)
+    fetcher = Fetcher(app.engine, "me", ["default"], runner, held, app.settings)
+    later_ms = round(time.time() * 1000) + 3_600_000
+    runner.set_engine_time(later_ms)
+    await fetcher.recover_lost()
+    assert runner.started == 1
+    assert runner.now_ms() >= later_ms
+    await eventually(lambda: not held, "the verdict to be settled")
+    await runner.close()

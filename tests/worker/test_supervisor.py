@@ -92,3 +92,46 @@ async def test_a_cancelled_supervisor_leaves_nothing_behind(tmp_path: Path) -> N
 def test_at_least_one_process() -> None:
     with pytest.raises(InvalidOption):
         Supervisor(["true"], 0, drain_grace_s=1)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses are written down instead of waited for."""
+    taken: list[float] = []
+
+    async def pause(_: Supervisor, seconds: float) -> None:
+        taken.append(seconds)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(Supervisor, "_pause", pause)
+    return taken
+
+
+async def _restarted(supervisor: Supervisor) -> None:
+    running = asyncio.create_task(supervisor.run())
+    await eventually(lambda: supervisor.restarts >= 3, "three restarts")
+    supervisor.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        await running
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again_after_a_pause(
+    tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    await _restarted(Supervisor([str(tmp_path / "missing")], 1, drain_grace_s=1))
+    assert len(pauses) >= 2
+    assert all(pause >= 0.25 for pause in pauses)
+    assert "worker process 0 cannot be started" in caplog.text
+
+
+async def test_a_process_that_ends_well_but_has_hardly_lived_is_replaced_after_a_pause(pauses: list[float]) -> None:
+    await _restarted(Supervisor(["true"], 1, drain_grace_s=1))
+    assert len(pauses) >= 2
+
+
+async def test_a_process_that_ends_well_after_some_time_is_replaced_at_once(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.worker.supervisor._SHORT_S", 0.0)
+    await _restarted(Supervisor(["true"], 1, drain_grace_s=1))
+    assert pauses == []

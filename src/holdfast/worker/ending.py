@@ -43,9 +43,7 @@ class Ending:
         await self._until_judged(self._settings.drain_grace_s, self._hurry)
         runner.stop_all(Stop.DRAIN)
         await self._until_judged(self._cancel_grace_s + _MARGIN_S, None)
-        # After a lease's time others run these jobs anyway.
-        patience_s = 0.0 if self._hurry.is_set() else self._settings.visibility_timeout_s
-        if not await settler.flush(patience_s + _LAST_WORD_S):
+        if not await self._until_settled(settler):
             _log.error("%d verdicts were not answered; their jobs will run again", settler.abandon())
 
     async def leave(self, engine: Engine, worker: str, queues: Sequence[str]) -> None:
@@ -63,6 +61,8 @@ class Ending:
                 await fetcher.recover_lost()
         except (EngineUnavailable, TimeoutError) as exc:
             _log.warning("claims on their way are left to run out: %s", exc)
+        except Exception:  # noqa: BLE001 - what is in hand must be ended all the same
+            _log.exception("giving back claims on their way failed in an unexpected way; they are left to run out")
 
     async def _until_judged(self, seconds: float, cut_short: asyncio.Event | None) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
@@ -71,3 +71,16 @@ class Ending:
             if left_s <= 0 or (cut_short is not None and cut_short.is_set()):
                 return
             await asyncio.sleep(min(_LOOK_S, left_s))
+
+    async def _until_settled(self, settler: Settler) -> bool:
+        now = asyncio.get_running_loop().time
+        # After a lease's time others run these jobs anyway.
+        deadline = now() + self._settings.visibility_timeout_s + _LAST_WORD_S
+        hurries = False
+        while not await settler.flush(_LOOK_S):
+            if self._hurry.is_set() and not hurries:
+                hurries = True
+                deadline = min(deadline, now() + _LAST_WORD_S)
+            if now() >= deadline:
+                return False
+        return True

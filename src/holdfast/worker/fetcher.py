@@ -63,7 +63,7 @@ class Fetcher:
         self._runner = runner
         self._held = held
         self._settings = settings
-        #: Jobs it may still take; None is no limit.
+        #: Jobs it may take in all; None is no limit.
         self._quota = quota
         self._random = random or Random()
         self._backoff = Backoff(self._random)
@@ -106,6 +106,9 @@ class Fetcher:
         claims = await self._engine.resume(self._worker, self._queues, held)
         if claims:
             _log.info("%d claims found whose reply was lost", len(claims))
+            # These may be from before an outage: they can set the clock, but not set it back.
+            if (claimed_at_ms := max(claim.claimed_at_ms for claim in claims)) > self._runner.now_ms():
+                self._runner.set_engine_time(claimed_at_ms)
             self._runner.accept(claims)
 
     def slow_down(self) -> None:
@@ -152,13 +155,12 @@ class Fetcher:
         return min(self._runner.concurrency - self._runner.load, self._left(), MAX_BATCH)
 
     def _left(self) -> int:
-        return MAX_BATCH if self._quota is None else self._quota
+        # Not what was claimed: jobs that were given back, or lost in line, were not done here.
+        return MAX_BATCH if self._quota is None else self._quota - self._runner.finished - self._runner.load
 
     def _take(self, claims: list[Claim]) -> None:
         # Their time of claim is the engine's clock of a moment ago.
         self._runner.set_engine_time(claims[-1].claimed_at_ms)
-        if self._quota is not None:
-            self._quota -= len(claims)
         self._runner.accept(claims)
 
     def _wait_ms(self) -> int:

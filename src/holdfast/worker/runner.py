@@ -58,6 +58,7 @@ class Runner:
         self.concurrency = concurrency
         self.running = 0
         self.started = 0
+        #: Jobs whose code has run, or that have none here.
         self.finished = 0
         #: Called when the number of jobs in hand falls to `wake_at`.
         self.wake: Callable[[], None] = _no_function
@@ -104,6 +105,7 @@ class Runner:
             run = Run(claim, plan or self._nobody)
             self._held.add(run)
             if plan is None:
+                self.finished += 1
                 self._judge(run, unknown_task(claim.task, tuple(self._plans)))
             elif self._draining:
                 self._judge(run, _NOT_STARTED)

@@ -3,6 +3,7 @@
 A verdict leaves at the next turn of the loop while few calls are on their way, else with the first call
 that comes back: alone at low load, in hundreds at high load, and never held for a batch to fill. Nothing
 is dropped while the engine is away: settlements are fenced and repeatable, so they are sent until answered.
+A verdict that the engine refuses again and again is told from its neighbours, and left to its lease.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Final
 from holdfast.core.backoff import Backoff
 from holdfast.core.verdict import Answer, DeadLetter, Settlement, Suspend
 from holdfast.engine.port import MAX_BATCH, Engine
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.worker.run import Held, Run
 
 _log: Final = logging.getLogger("holdfast.worker")
 
 #: Calls on their way at a time. Two keep the store busy while the next batch forms.
 _MAX_CALLS: Final = 2
+#: A batch that was refused so often in a row will not be taken as it is.
+_MAX_REFUSALS: Final = 3
 
 
 class Settler:
@@ -104,10 +107,14 @@ class Settler:
 
     async def _until_answered(self, settlements: Sequence[Settlement]) -> list[Answer]:
         backoff = Backoff()
+        refusals = 0
         while True:
             try:
                 return await self._engine.settle(settlements)
             except EngineUnavailable as exc:
+                refusals = refusals + 1 if isinstance(exc, EngineRefused) else 0
+                if refusals == _MAX_REFUSALS:
+                    raise
                 if not backoff.failures:
                     _log.warning("%d verdicts wait for the engine: %s", len(settlements), exc)
                 await asyncio.sleep(backoff.next_s())

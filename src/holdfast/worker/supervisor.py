@@ -1,6 +1,7 @@
 """`--processes N`: worker processes side by side, started again when they end, until told to stop.
 
-A process that ends well (it was recycled) is replaced at once; one that crashes after a growing pause.
+A process that ends well (it was recycled) is replaced at once; one that crashes, that has hardly lived, or
+that cannot be started at all, after a growing pause.
 The first signal asks all to drain, a second one to hurry. It signals and kills only processes that it
 started itself and has not yet waited for.
 """
@@ -22,6 +23,8 @@ _log: Final = logging.getLogger("holdfast.supervisor")
 
 #: A process that lived this long was healthy: its next crash is a first one again.
 _HEALTHY_S: Final = 30.0
+#: One that ended sooner did no work, even if it ended well: at once would be a hot loop.
+_SHORT_S: Final = 5.0
 #: What a drained process may take beyond its grace time before it is killed.
 _EXTRA_S: Final = 15.0
 
@@ -72,18 +75,26 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             self.restarts += 1
-            if exit_code == 0:
+            lived_s = time.monotonic() - began
+            if lived_s > _HEALTHY_S:
+                backoff.reset()
+            if exit_code == 0 and lived_s >= _SHORT_S:
                 _log.info("worker process %d has ended to be started again", number)
                 continue
-            if time.monotonic() - began > _HEALTHY_S:
-                backoff.reset()
             pause_s = backoff.next_s()
-            _log.error("worker process %d ended with %s; a new one in %.1f s", number, exit_code, pause_s)
+            if exit_code is not None:
+                _log.error("worker process %d ended with %s after %.1f s", number, exit_code, lived_s)
+            _log.info("a new worker process %d in %.1f s", number, pause_s)
             await self._pause(pause_s)
 
-    async def _run_one(self, number: int) -> int:
+    async def _run_one(self, number: int) -> int | None:
+        """Its exit code; None if it could not be started."""
         # A session of its own: Ctrl-C reaches a whole process group, and with ours as the second signal it would hurry.
-        process = await asyncio.create_subprocess_exec(*self._command, start_new_session=True)
+        try:
+            process = await asyncio.create_subprocess_exec(*self._command, start_new_session=True)
+        except OSError as exc:
+            _log.error("worker process %d cannot be started: %s", number, exc)
+            return None
         self._alive.add(process)
         _log.info("worker process %d is %d", number, process.pid)
         if self._stopping.is_set():

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from enum import StrEnum
 from typing import Final, Protocol
 from uuid import uuid4
@@ -128,7 +129,7 @@ class Worker(Listener):
 
     @property
     def finished(self) -> int:
-        """Jobs whose code has run."""
+        """Jobs whose code has run, or that have none here (an unknown task)."""
         return 0 if self._runner is None else self._runner.finished
 
     @property
@@ -189,13 +190,22 @@ class Worker(Listener):
         fetcher = self._fetcher = Fetcher(
             engine, self.incarnation, self._queues, runner, self._held, self._app.settings, quota=self._max_jobs
         )
-        sibling = engine.sibling()
-        # What it notices is this worker's, too.
-        sibling.counts = engine.counts
-        renewer = Renewer(sibling, self._queues, self._held, self._app.settings.heartbeat_interval_s, self)
+        renewer = Renewer(engine.sibling(), self._queues, self._held, self._app.settings.heartbeat_interval_s, self)
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
         helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
+
+        async def end() -> None:
+            ending = Ending(self._held, self._app.settings, self._hurrying, self._cancel_grace_s)
+            # From the last to the first, each of them whatever the others raise: a renewer that is left behind
+            # would keep these jobs from everybody for as long as the process lives.
+            async with AsyncExitStack() as last:
+                last.push_async_callback(ending.leave, engine, self.incarnation, self._queues)
+                last.push_async_callback(runner.close)
+                last.push_async_callback(renewer.stop)
+                await _end([fetching, *helpers])
+                await ending.finish(runner, fetcher, settler)
+
         try:
             await self._draining.wait()
         except asyncio.CancelledError:
@@ -203,13 +213,24 @@ class Worker(Listener):
             raise
         finally:
             self._draining.set()
-            await _end([fetching, *helpers])
-            ending = Ending(self._held, self._app.settings, self._hurrying, self._cancel_grace_s)
-            await ending.finish(runner, fetcher, settler)
-            await renewer.stop()
-            await runner.close()
-            await ending.leave(engine, self.incarnation, self._queues)
+            await self._see_through(asyncio.create_task(end()))
         return self._ended
+
+    async def _see_through(self, ending: asyncio.Task[None]) -> None:
+        """Wait for the end of the worker. Cancelled meanwhile, it hurries, and is cancelled when that is over."""
+        cancelled: asyncio.CancelledError | None = None
+        while not ending.done():
+            try:
+                await asyncio.wait([ending])
+            except asyncio.CancelledError as exc:
+                self._hurrying.set()
+                cancelled = exc
+        if cancelled is None:
+            ending.result()
+            return
+        if not ending.cancelled() and (failure := ending.exception()) is not None:
+            _log.error("the worker did not end as it should", exc_info=failure)
+        raise cancelled
 
     def _start_upkeep(self, engine: Engine) -> list[asyncio.Task[None]]:
         if not self._upkeep:
@@ -249,6 +270,8 @@ class Worker(Listener):
     def lost(self, leases: Sequence[Lease]) -> None:
         """Leases that ran out: end those runs, without a verdict."""
         runs = self._runs(leases)
+        # Counted here and nowhere else: to the engine, a lease that was settled a moment ago looks the same.
+        self.counts.leases_lost += len(runs)
         for run in runs:
             _log.warning("the lease on job %s is lost; its run is stopped", run.claim.job_id)
         self._lose(runs)

@@ -167,7 +167,6 @@ class SqliteEngine(Engine):
         lost: list[Lease] = []
         for start in range(0, len(leases), MAX_BATCH):
             lost += await self._store.write(claims.renew, self._policy, leases[start : start + MAX_BATCH])
-        self.counts.leases_lost += len(lost)
         return lost
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
