@@ -57,7 +57,7 @@ async def play(folder: Path) -> int:
 
 async def show(job_id: str) -> None:
     """One job's timeline, as anybody would ask for it."""
-    console.print(f"\nthe job whose worker was killed: [bold]holdfast jobs show {job_id}[/bold]\n")
+    console.print(f"\nthe job whose worker was killed, as shown by [bold]holdfast jobs show {job_id}[/bold]\n")
     shown = await asyncio.create_subprocess_exec(sys.executable, "-m", "holdfast", "jobs", "show", job_id)
     if await shown.wait() != 0:
         raise SystemExit("holdfast jobs show failed")

@@ -265,5 +265,5 @@ def _exception_types(given: object, what: str) -> tuple[type[BaseException], ...
     types = given if isinstance(given, tuple) else (given,)
     for item in types:
         if not (isinstance(item, type) and issubclass(item, BaseException)):
-            raise InvalidOption(f"{what} takes exception types, not {item!r}")
+            raise InvalidOption(f"{what} takes an exception type or a tuple of them, not {item!r}")
     return types

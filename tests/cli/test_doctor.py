@@ -49,7 +49,7 @@ async def test_an_engine_with_another_clock_is_a_warning(engine: Engine, clock: 
 async def test_jobs_that_nobody_works_on_are_a_warning_until_a_worker_comes(engine: Engine) -> None:
     waiting = await finding(engine, "queue default")
     assert (waiting.ok, waiting.warning) == (False, True)
-    assert "1 jobs wait and no worker is there" in waiting.message
+    assert "1 job waits and no worker is there" in waiting.message
     await engine.claim("w1", ["default"], 1, 0)
     assert (await finding(engine, "queue default")).ok
 

@@ -11,7 +11,17 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from holdfast.cli.exits import ExitCode, exit_code, report
-from holdfast.cli.format import as_json, instant, iso, job_document, priority_name, shorten, span
+from holdfast.cli.format import (
+    as_json,
+    error_text,
+    instant,
+    iso,
+    job_document,
+    number_of,
+    priority_name,
+    shorten,
+    span,
+)
 from holdfast.cli.logs import JsonLines
 from holdfast.cli.lookup import actor
 from holdfast.cli.parse import duration, moment, payload
@@ -96,7 +106,6 @@ def test_passwords_are_blotted_out(text: str, shown: str) -> None:
         ("5min", 300),
         ("1h30m", 5400),
         ("2d", 172_800),
-        ("-3", -3),
     ],
 )
 def test_durations(text: str, seconds: float) -> None:
@@ -107,6 +116,17 @@ def test_durations(text: str, seconds: float) -> None:
 def test_no_duration(text: str) -> None:
     with pytest.raises(InvalidOption, match="--delay"):
         duration(text, "--delay")
+
+
+@pytest.mark.parametrize("text", ["-5", "-5m", "-0.5"])
+def test_a_negative_duration_is_shown_as_it_was_typed(text: str) -> None:
+    with pytest.raises(InvalidOption, match=f"--delay must not be negative, got {text}$"):
+        duration(text, "--delay")
+
+
+def test_a_date_without_a_time_gets_one_in_the_advice() -> None:
+    with pytest.raises(InvalidOption, match="write 2030-01-31T08:00:00Z for UTC, or 2030-01-31T08:00:00\\+02:00"):
+        moment("2030-01-31", "--run-at")
 
 
 def test_instants_need_a_time_zone() -> None:
@@ -212,6 +232,21 @@ def test_a_job_for_programs_keeps_its_numbers() -> None:
     assert bytes(document["payload"]) == b'{"n": 12345678901234567890}'
     assert document["idempotency_key"] == "j1"
     assert as_json(b"\xff no json") == "\ufffd no json"
+
+
+def test_arguments_that_are_not_kept_are_null() -> None:
+    assert job_document(view(State.SUCCEEDED, payload=b""))["payload"] is None
+
+
+def test_an_error_without_a_type_has_no_stray_colon() -> None:
+    assert error_text(Failure("CANCELLED", "by cli")) == "CANCELLED: by cli"
+    assert error_text(Failure("TASK_ERROR", "boom", "ValueError")) == "TASK_ERROR: ValueError: boom"
+    assert error_text(Failure("CANCELLED", "")) == "CANCELLED"
+
+
+def test_one_is_singular() -> None:
+    assert [number_of(count, "worker") for count in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+    assert [number_of(count, "retry", "retries") for count in (1, 2)] == ["1 retry", "2 retries"]
 
 
 def test_a_job_that_succeeded_without_a_history_has_a_short_timeline() -> None:

@@ -280,7 +280,7 @@ def test_a_result_that_is_no_json_is_named(result: Any) -> None:
 
 @pytest.mark.parametrize("encoded", [b"", b"{", b'"\xff"', b"nope", b"[" * 100_000], ids=lambda value: str(value)[:20])
 def test_what_is_no_json_is_named(encoded: bytes) -> None:
-    with pytest.raises(InvalidPayload, match="context is no JSON"):
+    with pytest.raises(InvalidPayload, match="context cannot be read as JSON"):
         decode_json(encoded, "context")
 
 

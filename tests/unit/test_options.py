@@ -60,7 +60,7 @@ def test_instants(at: datetime, ms: int) -> None:
     ("given", "message"),
     [
         ({"delay": -1}, "delay must not be negative"),
-        ({"delay": timedelta(seconds=-1)}, "delay must not be negative"),
+        ({"delay": timedelta(seconds=-1)}, "delay must not be negative, got -1 s"),
         ({"delay": "5"}, "delay must be a timedelta or a number"),
         ({"delay": float("nan")}, "is no duration"),
         ({"run_at": datetime(2030, 1, 1)}, "run_at must be aware"),  # noqa: DTZ001

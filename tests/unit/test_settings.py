@@ -72,6 +72,11 @@ def test_known_schemes_pass(url: str) -> None:
     assert Settings.load(url=url).url == url
 
 
+def test_the_error_for_a_scheme_offers_only_what_works() -> None:
+    with pytest.raises(InvalidOption, match=r"must begin with one of sqlite://, redis://, rediss://$"):
+        Settings.load(url="mysql://h")
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

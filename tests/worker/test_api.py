@@ -163,7 +163,7 @@ async def test_submitting_by_name(app: Holdfast, url: str) -> None:
         await app.submit_raw("work", b'{"number": "x"}')
     async with Holdfast(url) as sender:
         assert (await sender.submit_raw("whatever", b"{}")).queue == "default"
-        with pytest.raises(InvalidPayload, match="no JSON"):
+        with pytest.raises(InvalidPayload, match="cannot be read as JSON"):
             await sender.submit_raw("whatever", b"{")
 
 

@@ -34,8 +34,8 @@ Url = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Where the engine is: sqlite:///file.db or redis://host:port/0. Default: HOLDFAST_URL, holdfast.toml, "
-        "then sqlite:///holdfast.db.",
+        help="Where the engine is: sqlite:///file.db or redis://host:port/0. Default: the URL that the APP was made "
+        "with, HOLDFAST_URL, holdfast.toml, then sqlite:///holdfast.db.",
         rich_help_panel=_SHARED,
         show_default=False,
     ),

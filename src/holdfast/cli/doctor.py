@@ -14,7 +14,7 @@ from rich.text import Text
 from holdfast._version import __version__
 from holdfast.cli.command import AsJson, Connection, Queues, command
 from holdfast.cli.exits import ExitCode
-from holdfast.cli.format import span
+from holdfast.cli.format import number_of, span
 from holdfast.cli.lookup import queues_or_all
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.redact import redact
@@ -93,13 +93,14 @@ async def _workers(engine: Engine, queues: Sequence[str]) -> list[Finding]:
 async def _worker(engine: Engine, queue: str) -> Finding:
     stats = await engine.stats(queue)
     ready = stats.states.get(State.QUEUED, 0) - stats.delayed + stats.states.get(State.RETRYING, 0)
+    waiting = number_of(ready, "job waits", "jobs wait")
     if stats.control.paused:
         advice = f"holdfast queues resume {queue}"
-        return Finding(f"queue {queue}", False, f"paused by an operator, {ready} jobs wait", advice, warning=True)
+        return Finding(f"queue {queue}", False, f"paused by an operator, {waiting}", advice, warning=True)
     if ready > 0 and stats.workers == 0:
         advice = f"holdfast worker APP --queue {queue}"
-        return Finding(f"queue {queue}", False, f"{ready} jobs wait and no worker is there", advice, warning=True)
-    return Finding(f"queue {queue}", True, f"{ready} jobs wait, {stats.workers} workers")
+        return Finding(f"queue {queue}", False, f"{waiting} and no worker is there", advice, warning=True)
+    return Finding(f"queue {queue}", True, f"{waiting}, {number_of(stats.workers, 'worker')}")
 
 
 def _document(finding: Finding) -> dict[str, str | bool]:
@@ -125,5 +126,6 @@ def _row(finding: Finding) -> tuple[str | Text, ...]:
 
 def _summary(url: str, findings: list[Finding], dangers: list[Finding]) -> str:
     warnings = sum(1 for finding in findings if not finding.ok) - len(dangers)
-    verdict = f"{len(dangers)} dangers, {warnings} warnings" if dangers or warnings else "all is well"
+    found = f"{number_of(len(dangers), 'danger')}, {number_of(warnings, 'warning')}"
+    verdict = found if dangers or warnings else "all is well"
     return f"{url}: {verdict}"

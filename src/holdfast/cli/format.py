@@ -54,6 +54,21 @@ def shorten(text: str, width: int = 60) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
+def error_text(failure: Failure) -> str:
+    """`TASK_ERROR: ValueError: boom`."""
+    return joined(failure.code, failure.type, failure.message)
+
+
+def joined(*parts: str) -> str:
+    """With colons between; an empty part leaves none."""
+    return ": ".join(part for part in parts if part)
+
+
+def number_of(count: int, one: str, many: str = "") -> str:
+    """`1 worker`, `2 workers`; `many` where an s is not enough."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def priority_name(priority: int) -> str:
     """`high`, `normal`, `low`, or the number of a line that has no name."""
     try:
@@ -78,7 +93,8 @@ def job_document(view: JobView) -> dict[str, Any]:
         "idempotency_key": view.idempotency_key or view.job_id,
         "trace_id": view.trace_id,
         "worker": view.worker or None,
-        "payload": as_json(view.payload),
+        # Redis keeps no arguments of a job that succeeded.
+        "payload": as_json(view.payload) if view.payload else None,
         "context": meta.context,
         "result": None if view.result is None else as_json(view.result),
         "failure": failure_document(view.failure),

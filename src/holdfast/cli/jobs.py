@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from holdfast.cli.command import AsJson, Connection, OneQueue, Queues, command
-from holdfast.cli.format import instant, job_document, shorten, span, state_text
+from holdfast.cli.format import error_text, instant, job_document, joined, number_of, shorten, span, state_text
 from holdfast.cli.lookup import actor, find_job, queues_or_all
 from holdfast.cli.output import console, emit_json, emit_rows, on_terminal
 from holdfast.cli.timeline import rows as timeline_rows
@@ -68,7 +68,10 @@ async def show(
     stack: Annotated[bool, typer.Option("--stack", help="Print the last error's stack too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """One job with its timeline: created, each attempt, what it waits for, its end."""
+    """One job with its timeline: created, each attempt, what it waits for, its end.
+
+    On Redis the arguments of a job that succeeded are not kept.
+    """
     async with at.engine() as engine:
         view = await find_job(engine, job_id, queue)
     if as_json:
@@ -163,7 +166,7 @@ def _remark(view: JobView, now_ms: int) -> str:
         return f"on {view.worker}"
     if view.next_attempt_at_ms > now_ms:
         return f"due in {span(view.next_attempt_at_ms - now_ms)}"
-    return shorten(f"{view.failure.type or view.failure.code}: {view.failure.message}") if view.failure else ""
+    return shorten(joined(view.failure.type or view.failure.code, view.failure.message)) if view.failure else ""
 
 
 def _print_job(view: JobView) -> None:
@@ -173,17 +176,22 @@ def _print_job(view: JobView) -> None:
         "queue": view.queue,
         "tenant": view.tenant_id,
         "state": state_text(view.state) if on_terminal() else view.state.value,
-        "attempt": f"{view.attempt} ({view.meta.retry_count} retries, {view.meta.lost_leases} lost leases)",
+        "attempt": f"{view.attempt} ({_retries(view)})",
         "created": instant(view.created_at_ms),
         "trace": view.trace_id,
         "arguments": _text(view.payload),
         "result": _text(view.result),
-        "error": f"{view.failure.code}: {view.failure.type}: {view.failure.message}" if view.failure else "",
+        "error": error_text(view.failure) if view.failure else "",
     }
     out = console()
     for name, value in facts.items():
         if value:
             out.print(Text.assemble((f"{name:<10} ", "bold" if on_terminal() else ""), value))
+
+
+def _retries(view: JobView) -> str:
+    lost = number_of(view.meta.lost_leases, "lost lease")
+    return f"{number_of(view.meta.retry_count, 'retry', 'retries')}, {lost}"
 
 
 def _text(encoded: bytes | None) -> str:

@@ -12,6 +12,7 @@ from holdfast.core.codec import decode_json, encode_json
 from holdfast.errors import InvalidOption, InvalidPayload
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_DATE_CHARACTERS: Final = len("2030-01-31")
 _PART: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|min|s|m|h|d)")
 
 
@@ -39,6 +40,8 @@ def payload(document: str | None, pairs: list[str]) -> bytes:
 
 def duration(text: str, name: str) -> timedelta:
     """`90`, `90s`, `500ms`, `5m`, `1h30m`, `2d`; a bare number is seconds."""
+    if text.startswith("-"):
+        raise InvalidOption(f"{name} must not be negative, got {text}")
     try:
         return timedelta(seconds=float(text))
     except (ValueError, OverflowError):
@@ -56,7 +59,8 @@ def moment(text: str, name: str) -> datetime:
     except ValueError as exc:
         raise InvalidOption(f"{name}={text!r} is no instant; write such as 2030-01-31T08:00:00Z") from exc
     if value.tzinfo is None:
-        raise InvalidOption(f"{name}={text!r} has no time zone; write {text}Z for UTC, or {text}+02:00")
+        whole = text if len(text) > _DATE_CHARACTERS else f"{value:%Y-%m-%d}T08:00:00"
+        raise InvalidOption(f"{name}={text!r} has no time zone; write {whole}Z for UTC, or {whole}+02:00")
     return value
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.cli.format import instant, shorten, span
+from holdfast.cli.format import instant, joined, shorten, span
 from holdfast.core.job import HISTORY_FIRST, HISTORY_LATEST, Attempt, JobView
 from holdfast.core.states import FINAL, State
 
@@ -79,7 +79,8 @@ def _attempt(attempt: Attempt) -> Moment:
     took = span(attempt.finished_at_ms - attempt.started_at_ms)
     detail = f"{attempt.outcome} after {took} on {attempt.worker}"
     if attempt.failure is not None:
-        detail += f": {attempt.failure.type or attempt.failure.code}: {shorten(attempt.failure.message, 80)}"
+        failure = attempt.failure
+        detail = joined(detail, failure.type or failure.code, shorten(failure.message, 80))
     return Moment(attempt.started_at_ms, f"attempt {attempt.number}", detail)
 
 

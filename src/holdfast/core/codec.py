@@ -59,7 +59,7 @@ def decode_json(encoded: bytes, what: str) -> Any:
     try:
         return _any_decoder.decode(encoded)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-        raise InvalidPayload(f"{what} is no JSON: {exc}") from exc
+        raise InvalidPayload(f"{what} cannot be read as JSON: {exc}") from exc
 
 
 class Arguments:

@@ -32,7 +32,7 @@ def duration_ms(value: Duration, name: str) -> int:
     except (OverflowError, ValueError) as exc:
         raise InvalidOption(f"{name}={value!r} is no duration") from exc
     if span < timedelta():
-        raise InvalidOption(f"{name} must not be negative, got {value!r}")
+        raise InvalidOption(f"{name} must not be negative, got {span.total_seconds():g} s")
     return to_ms(span)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from holdfast.engine.port import EngineOptions, RetryVia
 from holdfast.engine.redis.client import Client, Lane, Script, ScriptError
@@ -13,6 +14,8 @@ from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, Keys, Names
 from holdfast.observe.counts import Counts
 
 _AUTOCLAIM_SINCE = (6, 2)
+#: How long a queue counts as introduced.
+_KNOWN_S: Final = 60.0
 
 
 @cache
@@ -30,7 +33,7 @@ class Store:
         self.counts = counts
         self.version: tuple[int, ...] = (0,)
         self._keys: dict[str, Keys] = {}
-        self._known: set[str] = set()
+        self._known: dict[str, float] = {}
 
     @property
     def has_autoclaim(self) -> bool:
@@ -65,16 +68,22 @@ class Store:
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def introduce(self, queue: str) -> None:
-        """Make the queue known to `queues`; once per process."""
-        if queue not in self._known:
+        """Make the queue known to `queues`; now and then again, since a store that was wiped has forgotten it."""
+        now = time.monotonic()
+        if self._known.get(queue, 0.0) < now:
             await self.client.run(Lane.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
-            self._known.add(queue)
+            self._known[queue] = now + _KNOWN_S
 
     async def create_groups(self, queue: str) -> None:
         """Groups on all lines, from the beginning: never `$`, which would skip what waits already."""
         keys = self.keys(queue)
-        self._known.discard(queue)  # if the store was wiped, its name is gone too
-        await self.client.run(Lane.OTHER, _script("groups"), [*keys.streams, keys.wake], [self.names.group, WAKE_GROUP])
+        self._known.pop(queue, None)
+        waiting = await self.client.run(
+            Lane.OTHER, _script("groups"), [*keys.streams, keys.wake], [self.names.group, WAKE_GROUP]
+        )
+        if waiting:
+            # The store was wiped, and jobs have come since.
+            await self.introduce(queue)
 
     async def run(self, lane: Lane, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
         """A script on one queue. Groups that are gone (the store was wiped) are made again, once."""
