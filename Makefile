@@ -33,7 +33,7 @@ check: $(STAMP) ## formatting, lint, types, import directions, spec coverage
 	$(BIN)/python -m tools.gen_docs --check
 	$(BIN)/python -m tools.check_spec_coverage
 
-bench: $(STAMP) ## speed on Redis and SQLite beside a bare Redis loop; table, JSON and plot
+bench: $(STAMP) ## speed beside a bare Redis loop and, with a ledger, other task systems; table, JSON and plot
 	@$(BIN)/python tools/servers.py ensure
 	$(BIN)/python -m benchmarks $(ARGS)
 

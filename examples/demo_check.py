@@ -60,11 +60,12 @@ async def read_events(engine: Engine, queues: Sequence[str]) -> dict[str, list[E
     """The whole feed, by job."""
     events: dict[str, list[Event]] = defaultdict(list)
     for queue in queues:
-        position = ""
-        while entries := await engine.feed(queue, position, 100):
-            position = entries[-1].position
+        entries = await engine.feed(queue, "", 100)
+        while entries:
             for event in (event for entry in entries for event in entry.events):
                 events[event.job_id].append(event)
+            # A read begins at the entry that was read last.
+            entries = (await engine.feed(queue, entries[-1].position, 100))[1:]
     return events
 
 

@@ -46,7 +46,10 @@ async def play(folder: Path) -> int:
             await all_finished(workers, expected[-1:])
         results = await check(app.engine, QUEUES, expected)
     console.print(summary(results))
-    await show(expected[-1].job_id)
+    killed = expected[-1].job_id
+    await show("the job whose worker was killed", "jobs", "show", killed)
+    await show("the same in plain words", "explain", killed)
+    await show("and the proof: every story in the ledger is gapless and legal", "verify", "--ledger")
     complaints = [complaint for result in results for complaint in result.complaints] + workers.ended_badly
     for complaint in complaints:
         console.print(f"[bold red]wrong:[/bold red] {complaint}", highlight=False)
@@ -55,12 +58,12 @@ async def play(folder: Path) -> int:
     return 1 if complaints else 0
 
 
-async def show(job_id: str) -> None:
-    """One job's timeline, as anybody would ask for it."""
-    console.print(f"\nthe job whose worker was killed, as shown by [bold]holdfast jobs show {job_id}[/bold]\n")
-    shown = await asyncio.create_subprocess_exec(sys.executable, "-m", "holdfast", "jobs", "show", job_id)
+async def show(what: str, *words: str) -> None:
+    """What the ledger says, as anybody would ask for it."""
+    console.print(f"\n{what}: [bold]holdfast {' '.join(words)}[/bold]\n")
+    shown = await asyncio.create_subprocess_exec(sys.executable, "-m", "holdfast", *words)
     if await shown.wait() != 0:
-        raise SystemExit("holdfast jobs show failed")
+        raise SystemExit(f"holdfast {words[0]} failed")
 
 
 async def submit_orders() -> list[Expected]:

@@ -10,8 +10,9 @@ from typing import Final
 
 import pytest
 
-from tests.servers import RedisServer, find_server
-from tools.servers import REDIS, REDIS_60, REDIS_62, Server
+from holdfast.ledger.migrate import migration_store, up
+from tests.servers import PostgresServer, RedisServer, find_server, in_own_loop
+from tools.servers import POSTGRES, REDIS, REDIS_60, REDIS_62, Server
 
 pytest.register_assert_rewrite(
     "holdfast.testing.contract", "holdfast.testing.history", "holdfast.testing.machine", "holdfast.testing.model"
@@ -20,7 +21,11 @@ pytest.register_assert_rewrite(
 #: A Redis that is there already, used instead of one of our own; tests that kill servers start theirs all the same.
 REDIS_URL_VARIABLE: Final = "HOLDFAST_TEST_REDIS_URL"
 
+#: A database with the ledger's tables, of which every test gets a copy.
+_TEMPLATE: Final = "holdfast_template"
+
 MakeServer = Callable[..., RedisServer]
+MakePostgres = Callable[..., PostgresServer]
 
 
 class Servers:
@@ -83,6 +88,77 @@ def make_redis(tmp_path: Path) -> Iterator[MakeServer]:
     yield make
     for server in made:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A shared PostgreSQL, without fsync: tests that kill it have one of their own."""
+    server = PostgresServer(find_server(POSTGRES), {"max_connections": "200"}, fsync=False)
+    try:
+        server.start()
+        server.execute(f"CREATE DATABASE {_TEMPLATE}")
+        _migrate(server.url_of(_TEMPLATE))
+        yield server
+    finally:
+        server.remove()
+
+
+@pytest.fixture
+def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A database of this test's own, with nothing in it."""
+    yield from _database(postgres_server, "template0")
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A database of this test's own, with the ledger's tables."""
+    yield from _database(postgres_server, _TEMPLATE)
+
+
+@pytest.fixture
+def make_postgres() -> Iterator[MakePostgres]:
+    """Servers of a test's own, with the ledger's tables in database `postgres`, to be killed, stopped, filled and
+    restarted: `make_postgres(max_connections="10")`. They fsync, unless asked not to."""
+    made: list[PostgresServer] = []
+
+    def make(*, fsync: bool = True, migrated: bool = True, **options: str) -> PostgresServer:
+        fresh = PostgresServer(find_server(POSTGRES), options, fsync=fsync)
+        made.append(fresh)
+        fresh.start()
+        if migrated:
+            _migrate(fresh.url)
+        return fresh
+
+    yield make
+    for server in made:
+        server.remove()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Both kinds of ledger that have a store of their own, one after the other."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'ledger.db'}"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+def _database(server: PostgresServer, template: str) -> Iterator[str]:
+    name = f"test_{secrets.token_hex(6)}"
+    server.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield server.url_of(name)
+    server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def _migrate(url: str) -> None:
+    async def create() -> None:
+        store = migration_store(url)
+        try:
+            await up(store)
+        finally:
+            await store.close()
+
+    in_own_loop(create)
 
 
 @pytest.fixture

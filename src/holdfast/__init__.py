@@ -1,6 +1,7 @@
 """holdfast: durable background tasks. Every task reaches exactly one recorded outcome.
 
-What is named here is public, as is `holdfast.testing`; everything else may change between releases.
+What is named here is public, as are `holdfast.effects`, `holdfast.mongo` and `holdfast.testing`; all else may change
+between releases.
 Errors to catch are in `holdfast.errors`.
 """
 

@@ -6,7 +6,19 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
-from typing import Any, Concatenate, Final, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Literal,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.core.codec import decode_json
@@ -17,6 +29,7 @@ from holdfast.door import Door
 from holdfast.engine.port import Engine
 from holdfast.errors import DuplicateTask, InvalidOption, PayloadTooLarge, UnknownTask
 from holdfast.handle import Job
+from holdfast.ledger_door import LedgerDoor
 from holdfast.links import Links
 from holdfast.options import SubmitOptions, check_name, make_options, parse_priority
 from holdfast.settings import Settings
@@ -24,6 +37,10 @@ from holdfast.submitter import Desk
 from holdfast.task import Task
 from holdfast.worker.context import Context
 from holdfast.worker.plan import Plan, Policy
+
+if TYPE_CHECKING:
+    # SQLAlchemy, which many programs never need.
+    from holdfast.ledger.port import Ledger
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,7 +88,8 @@ class Holdfast:
         self._clock: Clock = clock or SystemClock()
         self._tasks: dict[str, Task[..., Any]] = {}
         self._plans: dict[str, Plan] = {}
-        self._links = Links(self._build_engine)
+        self._links = self._make_links()
+        self._ledger_door = LedgerDoor(lambda: self.engine, lambda: self._links.ledger())
         #: Set by inline mode, which runs jobs where they are submitted.
         self.inline_desk: Desk | None = None
 
@@ -92,8 +110,21 @@ class Holdfast:
         """The engine of the running event loop; opened by `open()` or the first submission."""
         return self._links.engine()
 
+    @property
+    def ledger(self) -> LedgerDoor:
+        """What remembers: `await app.ledger.caught_up()`, `await app.ledger.queries.jobs(…)`."""
+        return self._ledger_door
+
+    @property
+    def ledger_port(self) -> Ledger | None:
+        """The ledger of the running event loop, for workers and tools; None if there is none."""
+        return self._links.ledger()
+
     async def open(self) -> None:
-        """Connect. Not needed before submitting, but tells at once whether the store is there."""
+        """Connect. Not needed before submitting, but tells at once whether the store is there.
+
+        A ledger that does not answer is only warned of; one with tables of another release is a `SchemaMismatch`.
+        """
         await self._links.open()
 
     async def close(self) -> None:
@@ -115,7 +146,7 @@ class Holdfast:
             raise InvalidOption("this app is open; settings are changed before that")
         given = self.settings.model_dump(exclude_unset=True) | overrides
         self.settings = Settings.load(**given)
-        self._links = Links(self._build_engine)
+        self._links = self._make_links()
 
     # Tasks -----------------------------------------------------------------------------------------
 
@@ -213,6 +244,14 @@ class Holdfast:
     async def desk(self) -> Desk:
         """Where jobs are handed in, on this event loop."""
         return self.inline_desk or await self._links.desk()
+
+    def _make_links(self) -> Links:
+        return Links(self._build_engine, self._build_ledger, self.settings.durable_timeout_s)
+
+    def _build_ledger(self, engine: Engine) -> Ledger | None:
+        from holdfast.ledger.factory import build_ledger
+
+        return build_ledger(self.settings, engine, self._clock)
 
     def _build_engine(self) -> Engine:
         # Here, so that an app on SQLite does not load the Redis client.

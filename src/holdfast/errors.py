@@ -7,17 +7,24 @@
     │   ├─ InvalidPayload       arguments that do not fit the task's annotations, or a result that is no JSON
     │   ├─ PayloadTooLarge      over the limit
     │   ├─ InvalidOption        a negative delay, an unknown priority, a setting that cannot be
-    │   └─ UnknownJob           no job of that id (or it has expired)
+    │   ├─ UnknownJob           no job of that id (or it has expired)
+    │   └─ EffectMismatch       an effect's key belongs to another function, or to other arguments
     ├─ TransitionInvalid        the state table does not know that move
     ├─ StaleLease               someone else owns the job now
+    ├─ SchemaMismatch           the ledger's tables are of another release; run `holdfast migrate up`
+    ├─ EffectInDoubt            nobody knows whether an effect happened; a person decides
+    ├─ StepMismatch             a job's recorded steps are not the ones its code takes now
     ├─ JobFailed                the job a caller waits for ended without a result
     │   └─ JobCancelled
     ├─ WaitTimeout              the job a caller waits for has not ended yet; it goes on
     ├─ IntakeRefused            the queue takes no new jobs at the moment
-    │   └─ FeedFull             … because nobody reads its feed
+    │   ├─ FeedFull             … because nobody reads its feed
+    │   └─ FeedUnread           … because its feed has no reader yet; the ledger registers one
+    ├─ NotDurableYet            accepted, but the ledger has not confirmed it in time
     └─ Unavailable              something holdfast or a task depends on is down; safe to try again
-        └─ EngineUnavailable
-            └─ EngineRefused    … in a way that trying again may not mend
+        ├─ EngineUnavailable
+        │   └─ EngineRefused    … in a way that trying again may not mend
+        └─ LedgerUnavailable
 
 A task raises `Fatal` to say "do not retry", `Unavailable` to say "a dependency is down, this is not
 my fault" (requirement Y8).
@@ -104,6 +111,19 @@ class UnknownJob(UsageError):
         self.job_id = job_id
 
 
+class EffectMismatch(UsageError):
+    """An effect's key was used before, for something else."""
+
+    code = "EFFECT_MISMATCH"
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(
+            f"the key {key!r} cannot be used for this effect: {why}; a key names one effect, so put into it whatever "
+            "makes this one different"
+        )
+        self.key = key
+
+
 class TransitionInvalid(HoldfastError):
     """The state table does not know this move; nothing was changed."""
 
@@ -123,6 +143,53 @@ class StaleLease(HoldfastError):
 
     def __init__(self, job_id: str) -> None:
         super().__init__(f"the lease on job {job_id} is lost; another worker owns it, or it has ended")
+        self.job_id = job_id
+
+
+class SchemaMismatch(HoldfastError):
+    """The ledger's tables are missing, or of another release."""
+
+    code = "SCHEMA_MISMATCH"
+
+    def __init__(self, where: str, found: str | None, wanted: str) -> None:
+        state = f"is at version {found}" if found else "has no tables of holdfast yet"
+        # Versions are numbers of equal length.
+        advice = "upgrade holdfast here" if found and found > wanted else "run `holdfast migrate up`"
+        super().__init__(f"the ledger {where} {state}, this release needs {wanted}; {advice}")
+        self.found = found
+        self.wanted = wanted
+
+
+class EffectInDoubt(HoldfastError):
+    """An effect was begun and its end is unknown. The job is suspended until a person decides."""
+
+    code = "EFFECT_IN_DOUBT"
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(
+            f"nobody knows whether the effect {key!r} happened: {why}; look, then "
+            f"`holdfast effects resolve {key} --done RESULT` or `--not-done`, and resume the job"
+        )
+        self.key = key
+
+
+class StepMismatch(HoldfastError):
+    """The code takes other steps than the ones that this job has recorded. The job is suspended."""
+
+    code = "STEP_MISMATCH"
+
+
+class NotDurableYet(HoldfastError):
+    """A durable submission was accepted by the engine; the ledger has not confirmed it in time. It goes on."""
+
+    code = "NOT_DURABLE_YET"
+
+    def __init__(self, job_id: str, waited: timedelta) -> None:
+        super().__init__(
+            f"job {job_id} is accepted, but after {waited.total_seconds():g} s the ledger does not have it yet; "
+            "check that the ledger is up and that a worker or `holdfast upkeep` runs; submitting again with the "
+            "same idempotency key is safe"
+        )
         self.job_id = job_id
 
 
@@ -174,6 +241,12 @@ class FeedFull(IntakeRefused):
     code = "FEED_FULL"
 
 
+class FeedUnread(IntakeRefused):
+    """The queue has a ledger, but its feed has no reader: the store is new, or was wiped. The submitter sees to it."""
+
+    code = "FEED_UNREAD"
+
+
 class Unavailable(HoldfastError):
     """Something is down. Raised by a task, it backs off without using up retries."""
 
@@ -190,6 +263,12 @@ class EngineRefused(EngineUnavailable):
     """The store refused a step in a way that nobody foresaw; nothing was changed, and trying again may not help."""
 
     code = "ENGINE_REFUSED"
+
+
+class LedgerUnavailable(Unavailable):
+    """The ledger does not answer. Submission and work go on; effects, steps and queries wait for it."""
+
+    code = "LEDGER_UNAVAILABLE"
 
 
 class Fatal(HoldfastError):

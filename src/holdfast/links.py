@@ -1,7 +1,7 @@
-"""An app's engines, one per event loop, all on the same store.
+"""An app's engines and ledgers, one of each per event loop, all on the same stores.
 
-An engine belongs to one event loop. So the same app works in a web server, behind the blocking door, and
-in a script that calls `asyncio.run` twice: each loop gets its own engine when it first asks.
+They belong to one event loop. So the same app works in a web server, behind the blocking door, and
+in a script that calls `asyncio.run` twice: each loop gets its own when it first asks.
 """
 
 from __future__ import annotations
@@ -10,37 +10,71 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from holdfast.engine.port import Engine
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineUnavailable, LedgerUnavailable
 from holdfast.submitter import Submitter
 
+if TYPE_CHECKING:
+    # Its queries load SQLAlchemy, which an app without a ledger does not need.
+    from holdfast.ledger.port import Ledger
+
 _log: Final = logging.getLogger("holdfast.submit")
+_ledger_log: Final = logging.getLogger("holdfast.ledger")
 
 
 class Link:
-    """An event loop, its engine, and its desk once the engine is open."""
+    """An event loop, its engine and ledger, and its desk once the engine is open."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, engine: Engine, ledger: Ledger | None, durable_timeout_s: float
+    ) -> None:
         self.loop = loop
         self.engine = engine
+        self.ledger = ledger
         self.submitter: Submitter | None = None
+        self._durable_timeout_s = durable_timeout_s
         self._opening = asyncio.Lock()
 
     async def open(self) -> Submitter:
         async with self._opening:
             if self.submitter is None:
                 await self.engine.open()
-                self.submitter = Submitter(self.engine)
+                await self._open_ledger()
+                self.submitter = Submitter(self.engine, self.ledger, durable_timeout_s=self._durable_timeout_s)
             return self.submitter
+
+    async def close(self) -> None:
+        try:
+            await self.engine.close()
+        finally:
+            if self.ledger is not None:
+                await self.ledger.close()
+
+    async def _open_ledger(self) -> None:
+        """A ledger that is down stops nothing (requirement L3): it is looked at when it is first reached. One that is
+        there and wrong must not be worked with."""
+        if self.ledger is None:
+            return
+        try:
+            await self.ledger.open()
+        except LedgerUnavailable as exc:
+            _ledger_log.warning("going on without the ledger, the feed waits for it: %s", exc)
 
 
 class Links:
     """Finds or makes the link of the running loop. Safe to use from any thread."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        build_ledger: Callable[[Engine], Ledger | None] = lambda _: None,
+        durable_timeout_s: float = 10.0,
+    ) -> None:
         self._build = build
+        self._build_ledger = build_ledger
+        self._durable_timeout_s = durable_timeout_s
         self._lock = threading.Lock()
         self._first: Engine | None = None
         self._taken = False
@@ -62,8 +96,12 @@ class Links:
                 return self._first_engine()
         return self._link(loop).engine
 
+    def ledger(self) -> Ledger | None:
+        """The ledger of the running loop, open or not."""
+        return self._link(asyncio.get_running_loop()).ledger
+
     async def open(self) -> None:
-        """Open the engine of this loop. Safe to call twice."""
+        """Open the engine of this loop, and its ledger if that can be reached. Safe to call twice."""
         await self._link(asyncio.get_running_loop()).open()
 
     async def desk(self) -> Submitter:
@@ -78,12 +116,12 @@ class Links:
             raise
 
     async def close(self) -> None:
-        """Close the engine of this loop; the next use makes a new one."""
+        """Close engine and ledger of this loop; the next use makes new ones."""
         with self._lock:
             link = self._links.pop(asyncio.get_running_loop(), None)
             self._latest = None
         if link is not None:
-            await link.engine.close()
+            await link.close()
 
     def _link(self, loop: asyncio.AbstractEventLoop) -> Link:
         with self._lock:
@@ -91,7 +129,9 @@ class Links:
             if link is None:
                 for gone in [other for other in self._links if other.is_closed()]:
                     del self._links[gone]
-                link = self._links[loop] = Link(loop, self._next_engine())
+                engine = self._next_engine()
+                ledger = self._build_ledger(engine)
+                link = self._links[loop] = Link(loop, engine, ledger, self._durable_timeout_s)
             return link
 
     def _next_engine(self) -> Engine:

@@ -31,6 +31,7 @@ class SubmitOptions(TypedDict, total=False):
     trace_id: str | None
     context: Mapping[str, Any] | None
     hold: bool
+    durable: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class Options:
     delay_ms: int = 0
     run_at_ms: int = 0
     hold: bool = False
+    durable: bool = False
     meta: Meta = EMPTY_META
 
     def envelope(self, job_id: str, task: str, payload: bytes) -> Envelope:
@@ -60,6 +62,7 @@ class Options:
             delay_ms=self.delay_ms,
             run_at_ms=self.run_at_ms,
             hold=self.hold,
+            durable=self.durable,
         )
 
 
@@ -86,6 +89,7 @@ def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payloa
         delay_ms=0 if delay is None else duration_ms(delay, "delay"),
         run_at_ms=0 if run_at is None else _instant_ms(run_at),
         hold=given.get("hold", False),
+        durable=bool(given.get("durable", False)),
         meta=EMPTY_META if meta == EMPTY_META else meta,
     )
 

@@ -5,7 +5,9 @@ Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -21,6 +23,8 @@ from holdfast.errors import InvalidOption
 _SCHEMES = ("sqlite", "redis", "rediss")
 #: Accepted here, so that the engine can say that they are not supported yet.
 _RESERVED = ("redis+sentinel", "redis+cluster")
+_LEDGER_SCHEMES = ("postgresql", "postgres", "sqlite")
+_DAY_S = 86_400
 
 
 class Settings(BaseSettings):
@@ -31,6 +35,7 @@ class Settings(BaseSettings):
     )
 
     url: str = "sqlite:///holdfast.db"
+    #: Unset: on SQLite the engine's own file, on Redis none.
     ledger: str | None = None
 
     namespace: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
@@ -60,6 +65,17 @@ class Settings(BaseSettings):
     result_ttl_s: float = Field(86_400, gt=0)
     feed_limit: int = Field(1_000, ge=1)
     feed_max_bytes: int = Field(512 * 1024 * 1024, ge=1)
+
+    #: How long the ledger keeps finished jobs. When it is embedded they stay in the engine's file for that long.
+    retention_days: float = Field(30, gt=0)
+    #: Connections of each process to PostgreSQL, for writing; queries take as many again, for a moment.
+    ledger_pool_size: int = Field(5, ge=1)
+    #: Whether workers bring the feed into the ledger; without it `holdfast upkeep` must run.
+    projector: bool = True
+    #: How often to look for jobs that the engine has lost; 0 turns it off.
+    reconcile_interval_s: float = Field(300, ge=0)
+    #: How long a durable submission waits for the ledger.
+    durable_timeout_s: float = Field(10, gt=0)
 
     concurrency: int = Field(100, ge=1)
     drain_grace_s: float = Field(30, ge=0)
@@ -97,11 +113,42 @@ class Settings(BaseSettings):
             raise ValueError(f"must begin with one of {', '.join(s + '://' for s in _SCHEMES)}")
         return url
 
+    @field_validator("ledger")
+    @classmethod
+    def _known_ledger(cls, ledger: str | None) -> str | None:
+        # Empty is what a shell makes of "not set".
+        if not ledger:
+            return None
+        scheme, separator, _ = ledger.partition("://")
+        if not separator or scheme not in _LEDGER_SCHEMES:
+            raise ValueError("must begin with postgresql:// or sqlite:///")
+        return ledger
+
+    @model_validator(mode="after")
+    def _retention_covers_the_window(self) -> Self:
+        if self.retention_days * _DAY_S < self.idempotency_window_s:
+            raise ValueError(
+                "retention_days must not be shorter than idempotency_window_s: after a wipe the ledger knows the keys"
+            )
+        return self
+
     @model_validator(mode="after")
     def _heartbeat_within_lease(self) -> Self:
         if self.heartbeat_interval_s * 2 > self.visibility_timeout_s:
             raise ValueError("heartbeat_interval_s must be at most half of visibility_timeout_s, or leases are lost")
         return self
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the engine's file is the ledger."""
+        if not self.url.startswith("sqlite:"):
+            return False
+        return self.ledger is None or _same_file(self.url, self.ledger)
+
+    @property
+    def _finished_ttl_s(self) -> float:
+        chosen = "finished_ttl_s" in self.model_fields_set and "retention_days" not in self.model_fields_set
+        return self.finished_ttl_s if not self.embedded or chosen else self.retention_days * _DAY_S
 
     def engine_options(self) -> EngineOptions:
         """The part that an engine needs."""
@@ -109,9 +156,9 @@ class Settings(BaseSettings):
             visibility_timeout_ms=max(1, round(self.visibility_timeout_s * 1000)),
             payload_limit=self.payload_limit,
             max_deliveries=self.max_deliveries,
-            finished_ttl_ms=max(1, round(self.finished_ttl_s * 1000)),
+            finished_ttl_ms=max(1, round(self._finished_ttl_s * 1000)),
             idempotency_window_ms=max(1, round(self.idempotency_window_s * 1000)),
-            ledger=self.ledger is not None,
+            ledger=self.ledger is not None and not self.embedded,
             retry_via=self.retry_via,
             pending_idle_ms=round(self.reclaim_idle_s * 1000),
             result_limit=self.result_limit,
@@ -119,3 +166,10 @@ class Settings(BaseSettings):
             feed_limit=self.feed_limit,
             feed_max_bytes=self.feed_max_bytes,
         )
+
+
+def _same_file(url: str, other: str) -> bool:
+    one, two = urlsplit(url), urlsplit(other)
+    if one.scheme != two.scheme:
+        return False
+    return Path(unquote(one.path[1:])).resolve() == Path(unquote(two.path[1:])).resolve()

@@ -3,21 +3,41 @@
 Callers that submit at the same moment share a call, so that a hundred concurrent ones cost about as much
 as a batch of a hundred. A caller that is alone waits for one turn of the loop and one round trip.
 Each queue has calls of its own: a queue that refuses intake refuses only its own callers.
+
+A durable submission returns once the ledger has the job. Those that shared a call wait together, and the next calls go
+out meanwhile. An engine that has lost its memory (`FeedUnread`) gets its keys back from the ledger before the call is
+repeated; all callers wait for the same refill.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from itertools import islice
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from holdfast.core.backoff import Backoff
 from holdfast.core.job import Envelope, JobView, Receipt
 from holdfast.core.states import State
 from holdfast.engine.port import MAX_BATCH, Engine
-from holdfast.errors import EngineUnavailable, FeedFull
+from holdfast.errors import (
+    EngineUnavailable,
+    FeedFull,
+    FeedUnread,
+    InvalidOption,
+    LedgerUnavailable,
+    NotDurableYet,
+)
+from holdfast.ledger.keys import JobKey
+from holdfast.upkeep.admission import admit
+
+if TYPE_CHECKING:
+    # Its queries load SQLAlchemy, which an app without a ledger does not need.
+    from holdfast.ledger.port import Ledger, Projection
 
 _log: Final = logging.getLogger("holdfast.submit")
 
@@ -25,6 +45,10 @@ _log: Final = logging.getLogger("holdfast.submit")
 _MAX_CALLS: Final = 2
 #: Calls on their way in `submit_many`, where the batches are full already.
 _MAX_BULK_CALLS: Final = 4
+
+#: A store that is wiped again and again while we fill it: give up after so many refills for one call.
+_MAX_REFILLS: Final = 5
+_DURABLE_TIMEOUT_S: Final = 30.0
 
 _Waiting = tuple[Envelope, "asyncio.Future[Receipt]"]
 
@@ -42,15 +66,27 @@ class Desk(Protocol):
 class Submitter(Desk):
     """The desk in front of an engine. One event loop."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, ledger: Ledger | None = None, *, durable_timeout_s: float = _DURABLE_TIMEOUT_S
+    ) -> None:
         self._engine = engine
+        self._ledger = ledger
+        self._durable_timeout_s = durable_timeout_s
+        #: Refills on their way, one per queue.
+        self._refills: dict[str, asyncio.Task[int]] = {}
+        self._waits: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, deque[_Waiting]] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._scheduled = False
 
     async def submit(self, envelope: Envelope) -> Receipt:
-        """Accepted once this returns. The submission goes through even if the caller is cancelled meanwhile."""
+        """Accepted once this returns. The submission goes through even if the caller is cancelled meanwhile.
+
+        A durable one is in the ledger, too; `NotDurableYet` says that it is accepted all the same.
+        """
+        if envelope.durable:
+            self._check_durable()
         future: asyncio.Future[Receipt] = self._loop.create_future()
         line = self._waiting.get(envelope.queue)
         if line is None:
@@ -67,7 +103,7 @@ class Submitter(Desk):
         calls: deque[asyncio.Task[list[Receipt]]] = deque()
         try:
             while batch := list(islice(source, MAX_BATCH)):
-                calls.append(self._loop.create_task(self._call(batch)))
+                calls.append(self._loop.create_task(self._call_durably(batch)))
                 while len(calls) >= _MAX_BULK_CALLS:
                     receipts += await calls.popleft()
                 # Batches are made on this loop: let the calls out, and other work in.
@@ -116,13 +152,23 @@ class Submitter(Desk):
                 if not future.done():
                     future.set_exception(exc)
             return
-        for (_, future), receipt in zip(batch, receipts, strict=True):
-            if not future.done():
+        durable: list[tuple[Envelope, Receipt, asyncio.Future[Receipt]]] = []
+        for (envelope, future), receipt in zip(batch, receipts, strict=True):
+            if envelope.durable:
+                durable.append((envelope, receipt, future))
+            elif not future.done():
                 future.set_result(receipt)
+        # A duplicate's first job may be anywhere; nobody else waits for it.
+        for repeated in (False, True):
+            group = [each for each in durable if each[1].duplicate is repeated]
+            if group:
+                wait = self._loop.create_task(self._answer_durable(group))
+                self._waits.add(wait)
+                wait.add_done_callback(self._waits.discard)
 
     async def _call(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         try:
-            return await self._engine.submit(envelopes)
+            return await self._submit_admitted(envelopes)
         except EngineUnavailable as exc:
             # One line for the call, however many wait for it (requirement Q11).
             _log.critical("%d jobs could not be submitted: %s", len(envelopes), exc)
@@ -131,3 +177,95 @@ class Submitter(Desk):
             # Nobody paused this on purpose: someone has to know (requirement Q15).
             _log.critical("%d jobs were refused: %s", len(envelopes), exc)
             raise
+
+    async def _submit_admitted(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        """Submit; where the engine has forgotten a queue, remind it first. What was taken is recognised."""
+        refills = _MAX_REFILLS + len({envelope.queue for envelope in envelopes})
+        while True:
+            try:
+                return await self._engine.submit(envelopes)
+            except FeedUnread as exc:
+                refills -= 1
+                if not refills:
+                    raise
+                await self._refill(exc.queue)
+
+    async def _refill(self, queue: str) -> None:
+        refill = self._refills.get(queue)
+        if refill is None:
+            refill = self._refills[queue] = self._loop.create_task(admit(self._engine, self._ledger, queue))
+            refill.add_done_callback(lambda _: self._refills.pop(queue, None))
+        # Others wait for it, too: it goes on if this caller is cancelled.
+        await asyncio.shield(refill)
+
+    # Durable ---------------------------------------------------------------------------------------
+
+    async def _call_durably(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        durable = any(envelope.durable for envelope in envelopes)
+        if durable:
+            self._check_durable()
+        receipts = await self._call(envelopes)
+        if durable:
+            pairs = zip(envelopes, receipts, strict=True)
+            keys = [_key(envelope, receipt) for envelope, receipt in pairs if envelope.durable]
+            began = time.monotonic()
+            missing = set(keys) - await self._present(keys)
+            if missing:
+                raise self._not_durable(next(key for key in keys if key in missing), began)
+        return receipts
+
+    async def _answer_durable(self, group: list[tuple[Envelope, Receipt, asyncio.Future[Receipt]]]) -> None:
+        began = time.monotonic()
+        try:
+            present = await self._present([_key(envelope, receipt) for envelope, receipt, _ in group])
+        except BaseException as exc:
+            for _, _, future in group:
+                if not future.done():
+                    future.cancel() if isinstance(exc, asyncio.CancelledError) else future.set_exception(exc)
+            if isinstance(exc, Exception):
+                return
+            raise
+        for envelope, receipt, future in group:
+            key = _key(envelope, receipt)
+            if future.done():
+                continue
+            if key in present:
+                future.set_result(receipt)
+            else:
+                future.set_exception(self._not_durable(key, began))
+
+    async def _present(self, keys: Sequence[JobKey]) -> set[JobKey]:
+        """Those that the ledger has, within the time limit. It being down meanwhile is no error: they are accepted."""
+        projection = self._projection()
+        if projection is None:
+            return set(keys)
+        found: set[JobKey] = set()
+        deadline, backoff = time.monotonic() + self._durable_timeout_s, Backoff()
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or len(found) == len(set(keys)):
+                return found
+            try:
+                found |= await projection.wait_present([key for key in keys if key not in found], round(left_s * 1000))
+            except LedgerUnavailable as exc:
+                _log.warning("durable submissions wait for the ledger: %s", exc)
+                await asyncio.sleep(min(left_s, backoff.next_s()))
+
+    def _projection(self) -> Projection | None:
+        """None where the engine's own commit is the ledger's."""
+        assert self._ledger is not None
+        return self._ledger.projection
+
+    def _check_durable(self) -> None:
+        if self._ledger is None:
+            raise InvalidOption(
+                "durable=True needs a ledger: set HOLDFAST_LEDGER (postgresql://… or sqlite:///…), or leave it out"
+            )
+
+    def _not_durable(self, key: JobKey, began: float) -> NotDurableYet:
+        return NotDurableYet(key.job_id, timedelta(seconds=round(time.monotonic() - began, 1)))
+
+
+def _key(envelope: Envelope, receipt: Receipt) -> JobKey:
+    """The job that was promised: for a duplicate, the one that was there first."""
+    return JobKey(envelope.tenant_id, envelope.queue, receipt.job_id)

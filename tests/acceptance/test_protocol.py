@@ -1,6 +1,7 @@
-"""The task protocol's acceptance criteria, through the public API, on both engines (X1: 1 to 3, E1).
+"""The task protocol's acceptance criteria, through the public API, on both engines (X1: 1 to 4, E1).
 
-What happened is read from the engine's feed, as the ledger will read it.
+What happened is read from the ledger: the engine's own file on SQLite, PostgreSQL beside Redis. The whole ledger is
+verified with every look at it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from redis.asyncio import Redis
 
 from holdfast import Context, Fatal, Holdfast, Retry, State
 from holdfast.core.job import Event
+from holdfast.core.states import HEARTBEAT_EVENT
 from holdfast.errors import JobFailed
-from holdfast.testing.history import check_history
+from holdfast.ledger.verify import verify_ledger
 from tests.worker.support import eventually, working
 
 QUEUE = "default"
@@ -25,17 +27,27 @@ PATIENCE_S = 20
 
 
 @pytest.fixture
-async def app(engine_url: str, namespace: str) -> AsyncIterator[Holdfast]:
-    app = Holdfast(engine_url, namespace=namespace, visibility_timeout_s=1, heartbeat_interval_s=0.25)
+def ledger_of_engine(engine_url: str, request: pytest.FixtureRequest) -> str | None:
+    """PostgreSQL for Redis; SQLite is its own."""
+    return request.getfixturevalue("postgres_url") if engine_url.startswith("redis") else None
+
+
+@pytest.fixture
+async def app(engine_url: str, ledger_of_engine: str | None, namespace: str) -> AsyncIterator[Holdfast]:
+    app = Holdfast(
+        engine_url, ledger=ledger_of_engine, namespace=namespace, visibility_timeout_s=1, heartbeat_interval_s=0.25
+    )
     async with app:
         yield app
 
 
-async def events(app: Holdfast, job_id: str = "") -> list[Event]:
-    entries = await app.engine.feed(QUEUE, "", 1_000)
-    found = [event for entry in entries for event in entry.events]
-    check_history(found)
-    return [event for event in found if job_id in ("", event.job_id)]
+async def events(app: Holdfast, job_id: str) -> list[Event]:
+    """The job's story in the ledger. A worker runs: it projects."""
+    await app.ledger.caught_up(PATIENCE_S)
+    queries = app.ledger.queries
+    (await verify_ledger(queries)).assert_sound()
+    job = await queries.job(job_id)
+    return [event.event() for event in await queries.story(job.key) if event.type != HEARTBEAT_EVENT]
 
 
 async def story(app: Holdfast, job_id: str) -> list[str]:
@@ -62,8 +74,8 @@ async def test_success_is_created_claimed_succeeded_and_nothing_is_pending(app: 
     async with working(app):
         job = await add.submit(2, right=3)
         assert await job.result(timeout=PATIENCE_S) == 5
-    assert await job.state() is State.SUCCEEDED
-    assert await story(app, job.id) == ["task.created", "task.claimed", "task.succeeded"]
+        assert await job.state() is State.SUCCEEDED
+        assert await story(app, job.id) == ["task.created", "task.claimed", "task.succeeded"]
     await nothing_is_pending(app)
 
 
@@ -82,16 +94,20 @@ async def test_failure_is_retried_to_the_limit_and_then_a_dead_letter(app: Holdf
         job = await fail.submit()
         with pytest.raises(JobFailed):
             await job.result(timeout=PATIENCE_S)
-    assert runs == [(number + 1, number, f"{job.id}:{number}") for number in range(4)]
-    assert await job.state() is State.FAILED
-    assert await story(app, job.id) == [
-        "task.created",
-        *["task.claimed", "task.retrying"] * 3,
-        "task.claimed",
-        "task.dlq_pending",
-        "task.dlq",
-        "task.failed",
-    ]
+        assert runs == [(number + 1, number, f"{job.id}:{number}") for number in range(4)]
+        assert await job.state() is State.FAILED
+        assert await story(app, job.id) == [
+            "task.created",
+            *["task.claimed", "task.retrying"] * 3,
+            "task.claimed",
+            "task.dlq_pending",
+            "task.dlq",
+            "task.failed",
+        ]
+    letter = await app.ledger.queries.dead_letter((await app.ledger.queries.job(job.id)).key)
+    assert letter is not None
+    assert (letter.error_code, letter.error, letter.retry_count) == ("TASK_ERROR", "run 4 failed", 3)
+    assert [attempt["number"] for attempt in letter.history.value] == [1, 2, 3, 4]
     history = await job.history()
     assert [attempt.number for attempt in history] == [1, 2, 3, 4]
     assert [attempt.failure.message for attempt in history if attempt.failure] == [
@@ -110,25 +126,28 @@ async def test_a_fatal_error_is_a_dead_letter_at_once(app: Holdfast) -> None:
         job = await fail.submit()
         with pytest.raises(JobFailed, match="never work"):
             await job.result(timeout=PATIENCE_S)
-    assert (await story(app, job.id))[1:] == ["task.claimed", "task.dlq_pending", "task.dlq", "task.failed"]
+        assert (await story(app, job.id))[1:] == ["task.claimed", "task.dlq_pending", "task.dlq", "task.failed"]
 
 
 # X1, criterion 3 -------------------------------------------------------------------------------------
 
 
-async def test_a_dead_workers_job_is_reclaimed_and_finished(app: Holdfast, engine_url: str, namespace: str) -> None:
+async def test_a_dead_workers_job_is_reclaimed_and_finished(
+    app: Holdfast, engine_url: str, ledger_of_engine: str | None, namespace: str
+) -> None:
     @app.task(name="letter")
     async def letter(number: int) -> int:
         return number * 2
 
     job = await letter.submit(21)
-    old_worker = await die_in_mid_run(engine_url, namespace)
+    old_worker = await die_in_mid_run(engine_url, namespace, ledger_of_engine)
     assert await job.state() is State.RUNNING
 
     async with working(app) as worker:
         assert await job.result(timeout=PATIENCE_S) == 42
-    assert await story(app, job.id) == ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"]
-    _, claimed, reclaimed, succeeded = await events(app, job.id)
+        told = await events(app, job.id)
+    assert [event.type for event in told] == ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"]
+    _, claimed, reclaimed, succeeded = told
     assert (claimed.worker, claimed.attempt) == (old_worker, 1)
     assert (reclaimed.worker, reclaimed.attempt) == (worker.incarnation, 2)
     assert reclaimed.data is not None
@@ -137,9 +156,9 @@ async def test_a_dead_workers_job_is_reclaimed_and_finished(app: Holdfast, engin
     await nothing_is_pending(app)
 
 
-async def die_in_mid_run(url: str, namespace: str) -> str:
+async def die_in_mid_run(url: str, namespace: str, ledger: str | None) -> str:
     """A worker process begins the job and is killed with -9; its name."""
-    arguments = [sys.executable, "-m", "tests.acceptance.victim", url, namespace]
+    arguments = [sys.executable, "-m", "tests.acceptance.victim", url, namespace, *([ledger] if ledger else [])]
     process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -150,6 +169,38 @@ async def die_in_mid_run(url: str, namespace: str) -> str:
         process.kill()
         await process.communicate()
     return incarnation
+
+
+# X1, criterion 4 -------------------------------------------------------------------------------------
+
+
+async def test_the_outside_effect_happens_once_for_one_key(app: Holdfast) -> None:
+    paid: list[str] = []
+    runs: list[int] = []
+
+    async def pay(order: str) -> str:
+        paid.append(order)
+        return f"receipt for {order}"
+
+    @app.task(retry=Retry(max_retries=2, base=0, jitter=None))
+    async def charge(ctx: Context, order: str) -> str:
+        receipt = await ctx.effect(f"pay:{order}", pay, order)
+        runs.append(ctx.attempt)
+        if len(runs) == 1:
+            raise RuntimeError("the first run dies after it has paid")
+        return str(receipt)
+
+    async with working(app):
+        # A retry of one job, and a second job that wants the same effect.
+        first = await charge.submit("17")
+        assert await first.result(timeout=PATIENCE_S) == "receipt for 17"
+        again = await charge.submit("17")
+        assert await again.result(timeout=PATIENCE_S) == "receipt for 17"
+        told = await story(app, first.id)
+    assert told == ["task.created", "task.claimed", "task.retrying", "task.claimed", "task.succeeded"]
+    assert (paid, len(runs)) == (["17"], 3)
+    (effect,) = await app.ledger.queries.effects((await app.ledger.queries.job(first.id)).key)
+    assert (effect.key, effect.state) == ("pay:17", "done")
 
 
 # E1 --------------------------------------------------------------------------------------------------
@@ -172,8 +223,8 @@ async def test_the_same_key_is_the_same_job_and_runs_once(app: Holdfast) -> None
         late = await paid.submit("17")
         assert (late.id, late.duplicate) == (first.id, True)
         assert await late.result(timeout=PATIENCE_S) == "charged 17"
+        assert await story(app, first.id) == ["task.created", "task.claimed", "task.succeeded"]
     assert runs == ["17"]
-    assert await story(app, first.id) == ["task.created", "task.claimed", "task.succeeded"]
 
 
 async def test_keys_of_tenants_and_queues_do_not_collide(app: Holdfast) -> None:

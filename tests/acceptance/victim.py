@@ -1,4 +1,4 @@
-"""A worker process that gets a job and never ends it: `python -m tests.acceptance.victim URL NAMESPACE`.
+"""A worker process that gets a job and never ends it: `python -m tests.acceptance.victim URL NAMESPACE [LEDGER]`.
 
 Prints its name, then a line for each job that it has begun. The test kills it in mid-run.
 """
@@ -11,8 +11,8 @@ import sys
 from holdfast import Holdfast, Worker
 
 
-def build(url: str, namespace: str) -> Holdfast:
-    app = Holdfast(url, namespace=namespace, visibility_timeout_s=1, heartbeat_interval_s=0.25)
+def build(url: str, namespace: str, ledger: str | None = None) -> Holdfast:
+    app = Holdfast(url, ledger=ledger, namespace=namespace, visibility_timeout_s=1, heartbeat_interval_s=0.25)
 
     @app.task(name="letter")
     async def letter(number: int) -> int:
@@ -23,11 +23,11 @@ def build(url: str, namespace: str) -> Holdfast:
     return app
 
 
-async def main(url: str, namespace: str) -> None:
-    worker = Worker(build(url, namespace))
+async def main(url: str, namespace: str, ledger: str | None = None) -> None:
+    worker = Worker(build(url, namespace, ledger))
     print(worker.incarnation, flush=True)
     await worker.run()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(*sys.argv[1:]))

@@ -39,6 +39,10 @@ WANTED = {
     "holdfast worker",
     "holdfast upkeep",
     "holdfast submit",
+    "holdfast jobs counts",
+    "holdfast explain",
+    "holdfast verify",
+    "holdfast reconcile",
     "holdfast jobs list",
     "holdfast jobs show",
     "holdfast jobs watch",
@@ -47,6 +51,13 @@ WANTED = {
     "holdfast queues pause",
     "holdfast queues resume",
     "holdfast doctor",
+    "holdfast effects list",
+    "holdfast effects show",
+    "holdfast effects resolve",
+    "holdfast effects create-table",
+    "holdfast migrate up",
+    "holdfast migrate down",
+    "holdfast migrate status",
 }
 READING = WANTED - {"holdfast dev", "holdfast worker", "holdfast upkeep"}
 

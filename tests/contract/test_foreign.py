@@ -321,14 +321,22 @@ async def test_a_malformed_message_under_a_known_id_spares_the_job(foreigner: Fo
 async def test_with_a_ledger_a_malformed_message_waits_for_it(redis_harness: RedisHarness) -> None:
     engine = await redis_harness.make(ledger=True)
     foreigner = Foreigner(redis_harness, Rig(redis_harness, engine, QUEUE))
-    await foreigner.write({"task_id": "j1", "type": "print"})
+    await foreigner.write({"task_id": "j1", "type": "print", "tenant_id": "acme"})
     assert await foreigner.rig.claim() == []
     view = await foreigner.rig.view("j1")
     assert view.state is State.DLQ_PENDING
-    assert json.loads(view.payload) == {"task_id": "j1", "type": "print"}
+    assert json.loads(view.payload) == {"task_id": "j1", "type": "print", "tenant_id": "acme"}
     await foreigner.rig.move("j1", State.DLQ_RECORDED)
     await foreigner.rig.move("j1", State.FAILED)
-    check_history(await foreigner.rig.events(), ended=True)
+    events = await foreigner.rig.events()
+    check_history(events, ended=True)
+    assert {event.tenant_id for event in events} == {"acme"}
+    created, pending, recorded, failed = [event.data or {} for event in events]
+    assert (created["task"], json.loads(created["payload"])["task_id"]) == ("print", "j1")
+    assert "meta" not in created
+    assert (pending["code"], pending["history"]) == (MESSAGE_MALFORMED, [])
+    (letter,) = await foreigner.dead_letters()
+    assert letter["dlq_id"] == pending["dlq_id"] == recorded["dlq_id"] == failed["dlq_id"] != ""
 
 
 async def test_a_payload_over_the_limit_is_a_dead_letter(redis_harness: RedisHarness) -> None:
@@ -352,3 +360,55 @@ async def test_a_batch_of_good_bad_and_double_messages(foreigner: Foreigner) -> 
     assert len(await foreigner.dead_letters()) == 150
     check_history(await foreigner.rig.events(), ended=True)
     await foreigner.nothing_is_left()
+
+
+# What the ledger is told ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(RetryVia))
+async def test_every_event_of_a_foreign_job_names_its_tenant_and_retries(
+    redis_harness: RedisHarness, mode: RetryVia
+) -> None:
+    engine = await redis_harness.make(retry_via={QUEUE: mode})
+    foreigner = Foreigner(redis_harness, Rig(redis_harness, engine, QUEUE))
+    rig = foreigner.rig
+    # Eight values, as many as a short message of ours has.
+    await foreigner.write({**WELL_FORMED, "tenant_id": "acme"})
+    claim = await rig.claim_one("w1")
+    await rig.engine.renew([claim.lease], [claim.lease.token])
+    await rig.settle(claim, RetryLater(0, FAILURE))
+    await redis_harness.advance(1)
+    await rig.claim_due("w1")
+    await rig.lose_leases()
+    claim = await rig.reclaim_one("w2")
+    await rig.engine.renew([claim.lease], [claim.lease.token])
+    await rig.succeed(claim)
+    events = await rig.events()
+    assert {event.tenant_id for event in events} == {"acme"}
+    assert [(event.type, event.attempt, event.retry_count) for event in events] == [
+        ("task.created", 0, 0),
+        ("task.claimed", 1, 0),
+        ("task.heartbeat", 1, 0),
+        ("task.retrying", 1, 1),
+        ("task.claimed", 2, 1),
+        ("task.reclaimed", 3, 1),
+        ("task.heartbeat", 3, 1),
+        ("task.succeeded", 3, 1),
+    ]
+    check_history(events, ended=True)
+
+
+@pytest.mark.parametrize("first", ["own, in line", "own, ended", "foreign", "key"])
+async def test_a_duplicate_is_told_of_the_job_that_was_there_first(foreigner: Foreigner, first: str) -> None:
+    rig = foreigner.rig
+    key = {"idempotency_key": "k"} if first == "key" else {}
+    if first == "foreign":
+        await foreigner.write({**WELL_FORMED, "tenant_id": "acme"})
+    else:
+        await rig.submit_one(job_id="first" if key else "j1", tenant_id="acme", **key)
+    if first == "own, ended":
+        await rig.succeed(*await rig.claim())
+    await foreigner.write({**WELL_FORMED, "tenant_id": "acme" if key else "zeta", **key})
+    await rig.claim()
+    (event,) = [event for event in await rig.events() if event.type == "task.duplicate"]
+    assert (event.job_id, event.tenant_id) == ("first" if key else "j1", "acme")

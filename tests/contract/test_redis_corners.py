@@ -42,6 +42,14 @@ async def test_a_key_of_another_type_costs_nobody_a_job(redis_harness: RedisHarn
     check_history(await rig.events(), ended=True)
 
 
+async def test_a_foreign_entry_does_not_stop_the_feed(redis_harness: RedisHarness, rig: Rig) -> None:
+    first = await rig.submit_one()
+    await redis_harness.redis.xadd(redis_harness.keys(rig.queue).feed, {"hello": "world"})
+    second = await rig.submit_one()
+    assert [event.job_id for event in await rig.events()] == [first, second]
+    assert (await rig.engine.survey(rig.queue, [])).position == (await rig.entries())[-1].position
+
+
 def test_times_to_live_are_at_least_a_millisecond() -> None:
     with pytest.raises(InvalidOption, match="finished_ttl_ms"):
         EngineOptions(finished_ttl_ms=0)

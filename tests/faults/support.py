@@ -210,8 +210,11 @@ class Site:
     async def events(self) -> list[Event]:
         await self.app.open()
         entries: list[Any] = []
-        while more := await self.app.engine.feed(QUEUE, entries[-1].position if entries else "", 1_000):
-            entries += more
+        page = await self.app.engine.feed(QUEUE, "", 1_000)
+        while page:
+            entries += page
+            # A page begins with the last entry of the one before.
+            page = (await self.app.engine.feed(QUEUE, entries[-1].position, 1_000))[1:]
         return [event for entry in entries for event in entry.events]
 
     async def views(self, job_ids: Iterable[str]) -> list[JobView | None]:

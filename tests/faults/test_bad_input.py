@@ -144,7 +144,7 @@ async def test_what_only_a_worker_can_judge_is_a_dead_letter_at_once(site: Site,
         assert await good.result(20) == 1
         history = await site.all_is_well([bad.id], State.FAILED)
         moves = ["task.created", "task.claimed", "task.dlq_pending", "task.dlq", "task.failed"]
-        assert history.stories[bad.id].moves == moves
+        assert list(history.stories[bad.id].moves) == moves
         view = await bad.view()
         assert (view.attempt, view.meta.retry_count) == (1, 0)
         assert len(site.runs(bad.id)) == (1 if task in ("unwritable", "big") else 0)

@@ -104,7 +104,7 @@ async def test_a_blocked_event_loop_keeps_its_lease(redis_site: Site) -> None:
     history = await site.all_is_well([job.id])
     assert await job.result() == "attempt 1"
     assert len(site.runs(job.id)) == 1
-    assert history.stories[job.id].moves == ["task.created", "task.claimed", "task.succeeded"]
+    assert list(history.stories[job.id].moves) == ["task.created", "task.claimed", "task.succeeded"]
 
 
 async def test_a_poison_pill_is_a_dead_letter_after_max_deliveries(engine_url: str, make_site: MakeSite) -> None:
@@ -128,7 +128,7 @@ async def test_a_poison_pill_is_a_dead_letter_after_max_deliveries(engine_url: s
     assert view.failure is not None
     assert view.failure.code == POISON_PILL
     assert (view.meta.retry_count, view.meta.lost_leases) == (0, 2)
-    assert history.stories[pill.id].moves[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
+    assert list(history.stories[pill.id].moves)[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
     assert (await site.app.engine.stats("default")).dead_letters == 1
 
 

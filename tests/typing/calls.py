@@ -49,6 +49,37 @@ async def right() -> None:
     assert_type(await app.job("id").view(), object)  # error: assert-type
 
 
+async def measure(size: int) -> float:
+    return size / 2
+
+
+async def book(connection: object, item: str) -> list[int]:
+    return [len(item)]
+
+
+async def acts_rightly(ctx: Context) -> None:
+    assert_type(await ctx.effect("key", measure, 1), float)
+    assert_type(await ctx.effect("key", measure, size=1), float)
+    assert_type(await ctx.effect("key", len, "text"), int)
+    assert_type(await ctx.effect.options(in_doubt="run_again", not_done=OSError, ttl=60)("key", measure, 1), float)
+    assert_type(await ctx.step("name", measure, 1), float)
+    assert_type(await ctx.step("name", len, "text"), int)
+    assert_type(await ctx.transaction(object(), "key", book, "item"), list[int])
+    assert_type(ctx.blocking.effect("key", len, "text"), int)
+    assert_type(ctx.blocking.step("name", len, "text"), int)
+    await ctx.sleep(5)
+
+
+async def acts_wrongly(ctx: Context) -> None:
+    await ctx.effect("key", measure, "1")  # error: call-overload
+    await ctx.effect("key", measure)  # error: call-overload
+    await ctx.effect(1, measure, 1)  # error: call-overload
+    await ctx.step("name", measure, "1")  # error: call-overload
+    ctx.effect.options(in_doubt="guess")  # error: arg-type
+    await ctx.transaction(object(), "key", book, 1)  # error: arg-type
+    ctx.blocking.effect("key", len, 1)  # error: arg-type
+
+
 async def wrong() -> None:
     await add.submit("1")  # error: arg-type
     await add.submit()  # error: call-arg

@@ -113,9 +113,11 @@ def test_a_task_without_a_policy_has_the_apps() -> None:
         Holdfast("sqlite://", retry=3)  # type: ignore[arg-type]
 
 
-def test_a_ledger_that_is_not_there_yet_is_refused() -> None:
-    with pytest.raises(InvalidOption, match="HOLDFAST_LEDGER"):
-        _ = Holdfast("sqlite://", ledger="sqlite:///ledger.db").engine
+def test_an_engine_waits_only_for_a_ledger_elsewhere() -> None:
+    """Embedded, the engine records dead letters itself."""
+    url = "sqlite:///jobs.db"
+    ledgers = [None, url, "sqlite:///./jobs.db", "sqlite:///ledger.db", "postgresql://localhost/ledger"]
+    assert [Holdfast(url, ledger=ledger).engine.options.ledger for ledger in ledgers] == [False] * 3 + [True] * 2
 
 
 def test_settings_come_once(app: Holdfast) -> None:

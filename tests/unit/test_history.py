@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.history import REMEMBERED_MOVES, Story, check_history, read_history
 from holdfast.core.job import Event
 from holdfast.core.states import FINAL, MOVES, State, event_for
-from holdfast.testing.history import check_history, read_history
 
 Step = tuple[State, dict[str, Any]]
 S = State
@@ -28,6 +28,9 @@ def told(*steps: Step | State, job_id: str = "j") -> list[Event]:
     return events
 
 
+FORKED = {"type": "ledger.forked"}
+RESTORED = {"type": "task.restored"}
+
 LEGAL: dict[str, list[Event]] = {
     "success": told(S.QUEUED, S.RUNNING, S.SUCCEEDED),
     "retry": told(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 1}), (S.RUNNING, {"retry_count": 1})),
@@ -46,6 +49,9 @@ LEGAL: dict[str, list[Event]] = {
         S.SUCCEEDED,
     ),
     "approved": told(S.WAITING_APPROVAL, S.QUEUED, S.RUNNING, S.SUCCEEDED),
+    "put back in line": told(S.QUEUED, S.RUNNING, (S.QUEUED, RESTORED), S.RUNNING, S.SUCCEEDED),
+    "put back where it was": told(S.WAITING_APPROVAL, (S.WAITING_APPROVAL, RESTORED), S.QUEUED, S.RUNNING),
+    "forked": told(S.QUEUED, S.RUNNING, S.RETRYING, (S.QUEUED, FORKED), (S.RUNNING, {"attempt": 1})),
     "with something beside it": [
         *told(S.QUEUED, S.RUNNING),
         Event(type="task.heartbeat", job_id="j", at_ms=0),
@@ -63,6 +69,20 @@ ILLEGAL: dict[str, tuple[list[Event], str]] = {
     "not in the table": (told(S.QUEUED, S.SUCCEEDED), "not in the table"),
     "failed without a dead letter": (told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.FAILED), "not in the table"),
     "wrong name": (told(S.QUEUED, (S.RUNNING, {"type": "task.succeeded"})), "is called"),
+    "put back from its end": (
+        told(S.QUEUED, S.CANCELLED, (S.CANCELLED, RESTORED)),
+        "cancelled → cancelled restores nothing",
+    ),
+    "put back into another state": (told(S.QUEUED, (S.SUSPENDED, RESTORED)), "queued → suspended restores nothing"),
+    "put back with its lease": (told(S.QUEUED, S.RUNNING, (S.RUNNING, RESTORED)), "restores nothing"),
+    "put back with an attempt lost": (
+        told(S.QUEUED, S.RUNNING, (S.QUEUED, RESTORED), (S.RUNNING, {"attempt": 1})),
+        "expected [2]",
+    ),
+    "forked from its end": (told(S.QUEUED, S.CANCELLED, (S.QUEUED, FORKED)), "cancelled → queued is no fork"),
+    "forked to an end": (told(S.QUEUED, S.RUNNING, (S.SUCCEEDED, FORKED)), "running → succeeded is no fork"),
+    "forked out of nothing": (told((S.QUEUED, FORKED)), "None → queued is no fork"),
+    "a fork by another name": (told(S.QUEUED, S.RUNNING, S.RETRYING, S.QUEUED), "not in the table"),
     "an attempt twice": (told(S.QUEUED, S.RUNNING, S.RETRYING, (S.RUNNING, {"attempt": 1})), "expected [2]"),
     "an attempt left out": (told(S.QUEUED, (S.RUNNING, {"attempt": 2})), "expected [1]"),
     "someone else's attempt": (told(S.QUEUED, S.RUNNING, S.RUNNING, (S.SUCCEEDED, {"attempt": 1})), "expected [2]"),
@@ -111,3 +131,41 @@ def test_an_open_job_is_a_fault_when_all_should_have_ended() -> None:
     with pytest.raises(AssertionError, match="no final event"):
         check_history(events, ended=True)
     assert S.RUNNING not in FINAL
+
+
+def test_forks_and_restores_are_counted() -> None:
+    story = check_history([*LEGAL["forked"], *told(S.QUEUED, job_id="k")]).stories["j"]
+    assert (story.forks, story.restores, story.state) == (1, 0, S.RUNNING)
+    assert check_history(LEGAL["put back in line"]).stories["j"].restores == 1
+
+
+def test_numbers_have_no_gap() -> None:
+    created, claimed, succeeded = told(S.QUEUED, S.RUNNING, S.SUCCEEDED)
+    beside = Event(type="task.heartbeat", job_id="j", at_ms=0)
+    whole = Story("j")
+    assert [whole.read(event, seq + 1) for seq, event in enumerate([created, claimed, beside, succeeded])] == [[]] * 4
+    assert whole.events == 4
+    for numbers, complaint in {
+        (2, 3, 4): "task.created has number 2 after 0",
+        (1, 2, 4): "task.succeeded has number 4 after 2",
+        (1, 2, 2): "task.succeeded has number 2 after 2",
+    }.items():
+        story = Story("j")
+        pairs = zip([created, claimed, succeeded], numbers, strict=True)
+        faults = [fault for event, seq in pairs for fault in story.read(event, seq)]
+        assert len(faults) == 1
+        assert complaint in faults[0]
+
+
+def test_in_a_ledger_nothing_comes_before_the_creation() -> None:
+    beside = Event(type="task.heartbeat", job_id="j", at_ms=0)
+    assert "before the creation" in Story("j").read(beside, 1)[0]
+    assert read_history([beside]).stories == {}
+
+
+def test_a_long_story_is_read_in_constant_memory() -> None:
+    story = Story("j")
+    events = told(S.QUEUED, *[S.RUNNING, S.RETRYING] * 500)
+    assert not [fault for seq, event in enumerate(events) for fault in story.read(event, seq + 1)]
+    assert (story.events, len(story.moves)) == (1001, REMEMBERED_MOVES)
+    assert "so far … [" in story.read(events[0], 1002)[0]

@@ -92,6 +92,11 @@ def test_the_error_for_a_scheme_offers_only_what_works() -> None:
         ({"retry_via": {"q": "sometimes"}}, "retry_via"),
         ({"concurrency": 0}, "concurrency"),
         ({"no_such_setting": 1}, "no_such_setting"),
+        ({"ledger": "mysql://h/db"}, "ledger: .*postgresql://"),
+        ({"ledger": "ledger.db"}, "ledger"),
+        ({"retention_days": 0.5}, "retention_days must not be shorter"),
+        ({"ledger_pool_size": 0}, "ledger_pool_size"),
+        ({"durable_timeout_s": 0}, "durable_timeout_s"),
     ],
     ids=str,
 )
@@ -116,8 +121,35 @@ def test_settings_are_frozen() -> None:
 
 
 def test_the_engine_gets_whole_milliseconds_and_the_same_defaults() -> None:
-    assert Settings.load().engine_options() == EngineOptions()
+    assert Settings.load(url="redis://h").engine_options() == EngineOptions()
     options = Settings.load(
         visibility_timeout_s=1.5, heartbeat_interval_s=0.5, ledger="sqlite:///l.db"
     ).engine_options()
     assert (options.visibility_timeout_ms, options.ledger) == (1_500, True)
+
+
+@pytest.mark.parametrize(
+    ("url", "ledger", "embedded", "external"),
+    [
+        ("sqlite:///jobs.db", None, True, False),
+        ("sqlite:///jobs.db", "", True, False),
+        ("sqlite:///jobs.db", "sqlite:///jobs.db", True, False),
+        ("sqlite:///jobs.db", "sqlite:///./jobs.db", True, False),
+        ("sqlite:///jobs.db", "sqlite:///ledger.db", False, True),
+        ("sqlite:///jobs.db", "postgres://h/db", False, True),
+        ("redis://h", None, False, False),
+        ("redis://h", "sqlite:///ledger.db", False, True),
+        ("redis://h", "postgresql://h/db", False, True),
+    ],
+)
+def test_which_ledger_is_meant(url: str, ledger: str | None, embedded: bool, external: bool) -> None:
+    settings = Settings.load(url=url, ledger=ledger)
+    assert (settings.embedded, settings.engine_options().ledger) == (embedded, external)
+
+
+def test_an_embedded_ledger_keeps_finished_jobs_for_the_retention() -> None:
+    day_ms = 86_400_000
+    assert Settings.load().engine_options().finished_ttl_ms == 30 * day_ms
+    assert Settings.load(retention_days=7, finished_ttl_s=5).engine_options().finished_ttl_ms == 7 * day_ms
+    assert Settings.load(finished_ttl_s=5).engine_options().finished_ttl_ms == 5_000
+    assert Settings.load(ledger="postgresql://h/db").engine_options().finished_ttl_ms == 3_600_000

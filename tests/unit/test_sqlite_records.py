@@ -56,13 +56,13 @@ async def test_the_feed_has_the_envelope_and_the_result(path: Path) -> None:
         assert created.data == {
             "task": "print",
             "payload": '{"n":1}',
-            "queue": QUEUE,
             "tenant_id": "acme",
             "idempotency_key": "k",
             "trace_id": "t",
             "priority": 0,
             "context": {"user": "u1"},
             "run_at_ms": 0,
+            "meta": '{"priority":0,"context":{"user":"u1"}}',
         }
         assert succeeded.data == {"result": '{"url":"x"}'}
     (row,) = look(path, "SELECT retry_count, context, tenant_id, priority FROM jobs")
@@ -78,6 +78,7 @@ async def test_a_retry_is_told_with_its_failure_and_due_time(path: Path) -> None
         assert event.data == {
             **msgspec.structs.asdict(FAILURE),
             "next_attempt_at_ms": clock.now_ms() + 5_000,
+            "counted": True,
         }
     columns = "retry_count, error_code, last_error, error_message, next_retry_at"
     (row,) = look(path, f"SELECT {columns} FROM jobs")
@@ -212,7 +213,7 @@ async def test_positions_are_never_used_again(path: Path) -> None:
         await engine.prune([QUEUE])
         assert look(path, "SELECT count(*) FROM job_events") == [(0,)]
         again = await start_one(engine)
-        assert int((await engine.feed(QUEUE, str(position), 100))[0].position) > position
+        assert int((await engine.feed(QUEUE, str(position + 1), 100))[0].position) > position
         assert again.lease.place != claim.lease.place
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.states import FINAL, MOVES, State, is_legal
-from holdfast.engine.sqlite.connection import SCHEMA_VERSION, open_writer
+from holdfast.engine.sqlite.connection import SCHEMA_VERSION, open_writer, prepare_schema
 from holdfast.engine.sqlite.statements import IN_MOTION, bulk_statement, statement
-from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch
+from holdfast.ledger.schema import metadata
 from tests.unit.sqlite_rig import opened
 
 #: Requirement L6: the ledger reads these by name.
@@ -24,6 +25,12 @@ FIXED = {
     "job_events": "tenant_id job_id seq type from_state to_state attempt retry_count worker message data at",
     "dlq_items": "tenant_id dlq_id job_id job_type payload error_code error stack retry_count history failed_at status "
     "requested_by confirmed_by reason replayed_as",
+    "approvals": "tenant_id",
+    "idempotency_keys": "tenant_id key state value created_at expires_at",
+    "outbox_events": "tenant_id id destination topic key payload headers status attempt_count next_retry_at last_error "
+    "created_at sent_at",
+    "queue_executions": "tenant_id id message_id queue_name event_name status started_at completed_at duration_ms "
+    "agent_run_id error_message retry_count",
 }
 #: Statements that run for every batch, or for every look of an idle worker.
 HOT = ["claimable", "start", "start_events", "leases", "leased", "succeed", "succeed_events", "move", "renew", "known"]
@@ -33,7 +40,7 @@ SQL = sorted(path.name.removesuffix(".sql") for path in (files("holdfast.engine.
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    connection = open_writer(tmp_path / "holdfast.db")
+    connection = open_writer(tmp_path / "holdfast.db", prepare_schema)
     yield connection
     connection.close()
 
@@ -54,6 +61,7 @@ def put(database: sqlite3.Connection, state: State, came_from: State | None, **c
         "worker": "w" if state is State.RUNNING else None,
         "lease_until": 1 if state is State.RUNNING else None,
         "line": 1 if state in IN_MOTION - {State.RUNNING} else None,
+        "dlq_id": "d" if state in (State.DLQ_RECORDED, State.FAILED) else None,
         **columns,
     }
     names = ", ".join(row)
@@ -63,8 +71,10 @@ def put(database: sqlite3.Connection, state: State, came_from: State | None, **c
 @pytest.mark.parametrize("table", FIXED)
 def test_the_ledger_finds_its_columns(database: sqlite3.Connection, table: str) -> None:
     # table_xinfo: generated columns too.
-    columns = {row[1] for row in database.execute(f"PRAGMA table_xinfo({table})")}
-    assert set(FIXED[table].split()) <= columns
+    embedded = {row[1] for row in database.execute(f"PRAGMA table_xinfo({table})")}
+    # What PostgreSQL and a SQLite file of the ledger's own are made from.
+    elsewhere = {column.name for column in metadata.tables[table].columns}
+    assert set(FIXED[table].split()) <= embedded & elsewhere
 
 
 @pytest.mark.parametrize(("came_from", "state"), list(product([None, *State], State)))
@@ -88,6 +98,8 @@ def test_the_file_knows_the_state_table(database: sqlite3.Connection, came_from:
         (State.SUSPENDED, State.RUNNING, {"worker": "w"}),
         (State.QUEUED, None, {"priority": 7}),
         (State.QUEUED, None, {"attempt": -1}),
+        (State.DLQ_RECORDED, State.DLQ_PENDING, {"dlq_id": None}),
+        (State.FAILED, State.DLQ_RECORDED, {"dlq_id": None}),
     ],
 )
 def test_what_must_not_be_cannot_be_written(
@@ -156,13 +168,21 @@ def test_counting_and_listing_use_the_partial_indexes(database: sqlite3.Connecti
 # Whose file is it? ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "word"), [(SCHEMA_VERSION + 1, "newer"), (SCHEMA_VERSION - 1, "older")])
-async def test_a_file_of_another_version_is_refused(tmp_path: Path, version: int, word: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "error", "words"),
+    [
+        (SCHEMA_VERSION + 1, InvalidOption, "newer holdfast"),
+        (SCHEMA_VERSION - 1, SchemaMismatch, "holdfast migrate up"),
+    ],
+)
+async def test_a_file_of_another_version_is_refused(
+    tmp_path: Path, version: int, error: type[Exception], words: str
+) -> None:
     path = tmp_path / "holdfast.db"
-    connection = open_writer(path)
+    connection = open_writer(path, prepare_schema)
     connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    with pytest.raises(InvalidOption, match=word):
+    with pytest.raises(error, match=words):
         async with opened(path):
             pass
 

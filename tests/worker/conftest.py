@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from holdfast import Holdfast
 from holdfast.clock import Clock
 from holdfast.engine import factory
 from holdfast.engine.port import Engine
+from holdfast.ledger import factory as ledgers
 from holdfast.settings import Settings
 from holdfast.testing.clock import ManualClock
 from tests.worker.support import Faults, FaultyEngine
@@ -45,10 +47,14 @@ async def both(engine_url: str, namespace: str) -> AsyncIterator[Holdfast]:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Engines that apps build from now on fail as the test says."""
-    faults, build = Faults(), factory.build_engine
+    faults, build, build_ledger = Faults(), factory.build_engine, ledgers.build_ledger
 
     def build_faulty(settings: Settings, clock: Clock) -> Engine:
         return FaultyEngine(build(settings, clock), faults)
 
+    def build_theirs(settings: Settings, engine: FaultyEngine, clock: Clock) -> Any:
+        return build_ledger(settings, engine.real, clock)
+
     monkeypatch.setattr(factory, "build_engine", build_faulty)
+    monkeypatch.setattr(ledgers, "build_ledger", build_theirs)
     return faults

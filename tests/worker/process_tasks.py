@@ -62,3 +62,8 @@ def refuse() -> None:
 @app.task(process=True)
 def big(size: int) -> str:
     return "x" * size
+
+
+@app.task(process=True, retry=NO_RETRY)
+def takes_a_step(ctx: Context) -> int:
+    return ctx.blocking.step("one", lambda: 1)

@@ -65,6 +65,11 @@ class FaultyEngine:
         self._engine = engine
         self._faults = faults
 
+    @property
+    def real(self) -> Engine:
+        """The one without faults, whose file an embedded ledger is in."""
+        return self._engine
+
     def sibling(self) -> FaultyEngine:
         return FaultyEngine(self._engine.sibling(), self._faults)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast import Context, Holdfast, State
+from holdfast.core.job import Event
 from holdfast.core.verdict import Succeed
 from holdfast.testing.clock import ManualClock
 from holdfast.worker.renewer import Renewer
@@ -184,6 +185,43 @@ async def test_a_lost_lease_is_taken_over_and_run_again(app: Holdfast, clock: Ma
             assert worker.counts.reclaimed == 1
 
 
+async def test_a_long_job_leaves_a_heartbeat_each_interval_and_a_short_one_none(both: Holdfast) -> None:
+    release = asyncio.Event()
+
+    @both.task
+    async def long() -> None:
+        await release.wait()
+
+    @both.task
+    async def short() -> None:
+        pass
+
+    async def heartbeats() -> list[Event]:
+        entries = await both.engine.feed("default", "", 1_000)
+        return [event for entry in entries for event in entry.events if event.type == "task.heartbeat"]
+
+    async def three() -> bool:
+        return len(await heartbeats()) >= 3
+
+    async with working(both):
+        job = await long.submit()
+        await eventually(three, "three heartbeats")
+        for _ in range(5):
+            await (await short.submit()).result(10)
+        release.set()
+        await job.result(10)
+    events = await heartbeats()
+    assert {(event.job_id, event.attempt) for event in events} == {(job.id, 1)}
+    started = next(
+        event.at_ms
+        for entry in await both.engine.feed("default", "", 10)
+        for event in entry.events
+        if event.type == "task.claimed" and event.job_id == job.id
+    )
+    # The interval is 100 ms; the first beat only notices that it runs.
+    assert len(events) <= (events[-1].at_ms - started) / 100 + 1
+
+
 async def test_a_lease_settled_while_it_is_being_renewed_is_not_counted_as_lost(
     both: Holdfast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,11 +229,11 @@ async def test_a_lease_settled_while_it_is_being_renewed_is_not_counted_as_lost(
     told: list[Any] = []
     renew = Renewer._renew
 
-    async def renew_late(self: Renewer, leases: Any) -> Any:
+    async def renew_late(self: Renewer, leases: Any, heartbeats: Any = ()) -> Any:
         if leases := list(leases):
             renewing.set()
             await asyncio.to_thread(settled.wait, 20)
-        return await renew(self, leases)
+        return await renew(self, leases, heartbeats)
 
     @both.task
     async def work() -> str:

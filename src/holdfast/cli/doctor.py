@@ -20,9 +20,15 @@ from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.redact import redact
 from holdfast.core.states import State
 from holdfast.engine.port import Engine, Finding
+from holdfast.errors import LedgerUnavailable
+from holdfast.ledger.factory import build_ledger
+from holdfast.ledger.port import Projection
+from holdfast.settings import Settings
 
 #: Leases go by the engine's clock alone, so skew endangers nothing; but `--run-at` is read on this machine.
 _SKEW_MS: Final = 1_000
+#: A projector that works is never further behind than this for long.
+_LAG_MS: Final = 10_000
 
 
 def register(app: typer.Typer) -> None:
@@ -39,13 +45,14 @@ def register(app: typer.Typer) -> None:
 
 
 async def doctor(at: Connection, queue: Queues = None, as_json: AsJson = False) -> None:
-    """Check persistence, eviction, version, clock and workers, and say what to do.
+    """Check persistence, eviction, version, clock, workers and the ledger, and say what to do.
 
     Exit code 1 if something endangers jobs; warnings alone are 0.
     """
     settings = at.settings()
     async with at.engine() as engine:
         findings = await examine(engine, queue)
+        findings += await examine_ledger(settings, engine, await queues_or_all(engine, queue))
     dangers = [finding for finding in findings if not finding.ok and not finding.warning]
     if as_json:
         emit_json({"url": redact(settings.url), "ok": not dangers, "findings": [_document(one) for one in findings]})
@@ -63,6 +70,41 @@ async def examine(engine: Engine, queues: list[str] | None) -> list[Finding]:
     known = {finding.check for finding in theirs}
     ours = [_version(), await _clock(engine), *await _workers(engine, names)]
     return [finding for finding in ours if finding.check not in known] + theirs
+
+
+async def examine_ledger(settings: Settings, engine: Engine, queues: Sequence[str]) -> list[Finding]:
+    """Whether the ledger can be used, and how far it is behind each feed."""
+    ledger = build_ledger(settings, engine)
+    if ledger is None:
+        return [Finding("ledger", True, "none: finished jobs are forgotten after a while, and a wipe forgets all")]
+    try:
+        findings = await ledger.diagnose()
+        if ledger.projection is not None and findings[0].ok:
+            findings += [await _lag(engine, ledger.projection, name) for name in queues]
+        return findings
+    finally:
+        await ledger.close()
+
+
+async def _lag(engine: Engine, projection: Projection, queue: str) -> Finding:
+    check = f"ledger of {queue}"
+    end = await engine.survey(queue, [])
+    try:
+        at = await projection.position(queue)
+    except LedgerUnavailable as exc:
+        return Finding(check, False, str(exc), warning=True)
+    if (at.position, at.nonce) == (end.position, end.nonce) or not end.position:
+        return Finding(check, True, "has every move")
+    # The first is the one that it has.
+    unread = [
+        entry for entry in await engine.feed(queue, at.position, 2) if entry.position != at.position and entry.events
+    ]
+    late_ms = end.at_ms - unread[0].events[0].at_ms if unread else 0
+    if late_ms <= _LAG_MS:
+        return Finding(check, True, f"is {span(max(late_ms, 1))} behind")
+    advice = f"holdfast upkeep --queue {queue}"
+    found = f"is {span(late_ms)} behind; does a worker of this queue run, and does it reach the ledger?"
+    return Finding(check, False, found, advice, warning=True)
 
 
 def _version() -> Finding:

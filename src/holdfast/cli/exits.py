@@ -10,7 +10,16 @@ import traceback
 from enum import IntEnum
 
 from holdfast.cli.redact import redact
-from holdfast.errors import HoldfastError, IntakeRefused, TransitionInvalid, Unavailable, UsageError, WaitTimeout
+from holdfast.errors import (
+    HoldfastError,
+    IntakeRefused,
+    NotDurableYet,
+    SchemaMismatch,
+    TransitionInvalid,
+    Unavailable,
+    UsageError,
+    WaitTimeout,
+)
 
 
 class ExitCode(IntEnum):
@@ -26,7 +35,7 @@ class ExitCode(IntEnum):
 
     OK = 0, "done"
     FAILED = 1, "what was asked for failed: the job ended without a result, or `doctor` found a danger"
-    USAGE = 2, "wrong call: unknown option, app, task or job, arguments that do not fit, a bad setting"
+    USAGE = 2, "wrong call: unknown option, app, task or job, misfit arguments, a bad setting, another release's ledger"
     UNAVAILABLE = 3, "the engine does not answer, or the queue takes no new jobs; safe to try again"
     ILLEGAL = 4, "the state table does not allow that move (`WF_STATE_TRANSITION_INVALID`); nothing was changed"
     TIMEOUT = 5, "not finished within the time given; the job goes on"
@@ -35,13 +44,13 @@ class ExitCode(IntEnum):
 def exit_code(error: HoldfastError) -> ExitCode:
     """The code for an error."""
     match error:
-        case UsageError():
+        case UsageError() | SchemaMismatch():
             return ExitCode.USAGE
         case Unavailable() | IntakeRefused():
             return ExitCode.UNAVAILABLE
         case TransitionInvalid():
             return ExitCode.ILLEGAL
-        case WaitTimeout():
+        case WaitTimeout() | NotDurableYet():
             return ExitCode.TIMEOUT
         case _:
             return ExitCode.FAILED

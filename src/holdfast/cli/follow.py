@@ -38,11 +38,12 @@ class Follower:
         give_up_at = time.monotonic() + _PATIENCE_S
         while time.monotonic() < give_up_at:
             entries = await self._engine.feed(self._queue, self._position, _PAGE)
-            if not entries:
+            new = [entry for entry in entries if entry.position != self._position]
+            if not new:
                 break
-            self._position = entries[-1].position
+            self._position = new[-1].position
             if keep:
-                events += [event for entry in entries for event in entry.events]
+                events += [event for entry in new for event in entry.events]
             if len(entries) < _PAGE:
                 break
         return events

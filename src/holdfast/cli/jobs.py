@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.text import Text
@@ -10,12 +11,28 @@ from rich.text import Text
 from holdfast.cli.command import AsJson, Connection, OneQueue, Queues, command
 from holdfast.cli.format import error_text, instant, job_document, joined, number_of, shorten, span, state_text
 from holdfast.cli.lookup import actor, find_job, queues_or_all
-from holdfast.cli.output import console, emit_json, emit_rows, on_terminal
+from holdfast.cli.output import console, emit_json, emit_rows, note, on_terminal
+from holdfast.cli.parse import duration, moment
+from holdfast.cli.stores import Stores, stores
+from holdfast.cli.story import Story, counts_document, event_rows, row_document, stacks, story_document
 from holdfast.cli.timeline import rows as timeline_rows
 from holdfast.cli.watch import watch
+from holdfast.clock import to_datetime
 from holdfast.core.job import JobView
-from holdfast.core.states import State
-from holdfast.errors import InvalidOption
+from holdfast.core.states import FINAL, State
+from holdfast.core.story import fold
+from holdfast.errors import InvalidOption, UnknownJob
+
+if TYPE_CHECKING:
+    from holdfast.ledger.listing import JobFilter
+    from holdfast.ledger.queries import Queries
+    from holdfast.ledger.records import JobRow
+
+_COLUMNS: Final = ("job", "task", "queue", "state", "attempt", "age", "note")
+
+Tenant = Annotated[
+    str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant. Default: all.", show_default=False)
+]
 
 jobs = typer.Typer(help="Look at jobs, watch them, cancel them.", no_args_is_help=True)
 
@@ -26,6 +43,7 @@ jobs = typer.Typer(help="Look at jobs, watch them, cancel them.", no_args_is_hel
     examples=(
         "holdfast jobs list",
         "holdfast jobs list --state retrying --state suspended --limit 20",
+        "holdfast jobs list --type shop.charge --since 1h --error timeout",
         "holdfast jobs list --queue mail --json | jq '.[].job_id'",
     ),
 )
@@ -36,21 +54,69 @@ async def list_jobs(
         list[State] | None,
         typer.Option("--state", "-s", help="Only jobs in this state; repeatable. Default: all.", show_default=False),
     ] = None,
+    job_type: Annotated[
+        str | None, typer.Option("--type", "-t", metavar="TASK", help="Only jobs of this task.", show_default=False)
+    ] = None,
+    tenant: Tenant = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHEN", help="Created at this instant or later, or so long ago (1h, 2d).", show_default=False
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="WHEN", help="Created before this instant, or longer ago than this.", show_default=False),
+    ] = None,
+    error: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Text in the last error, in any case.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only jobs of this trace.", show_default=False)
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Only jobs of this idempotency key.", show_default=False)
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    cursor: Annotated[
+        str | None,
+        typer.Option(metavar="CURSOR", help="Go on where a list ended, as told on stderr.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Some jobs, newest first."""
-    async with at.engine() as engine:
-        found: list[JobView] = []
-        for name in await queues_or_all(engine, queue):
-            found += await engine.find(name, state or list(State), limit)
-        now_ms = await engine.now_ms()
-    views = sorted(found, key=lambda view: view.created_at_ms, reverse=True)[:limit]
+    """Jobs, newest first, from the ledger; without one, those that the engine still has.
+
+    If there are more, stderr says how to go on. Without a ledger only --state, --queue and --limit can be used.
+    """
+    async with stores(at) as both:
+        if both.queries is None:
+            given = (job_type, tenant, since, until, error, trace, key, cursor)
+            if any(value is not None for value in given):
+                both.remembered()
+            await _list_engine(both, queue, state, limit, as_json=as_json)
+            return
+        from holdfast.ledger.listing import JobFilter
+
+        now_ms = await both.engine.now_ms()
+        wanted = JobFilter(
+            states=frozenset(state or ()),
+            job_type=job_type,
+            tenant_id=tenant,
+            queues=frozenset(queue or ()),
+            since=None if since is None else when(since, "--since", now_ms),
+            until=None if until is None else when(until, "--until", now_ms),
+            error=error,
+            trace_id=trace,
+            idempotency_key=key,
+        )
+        found, cursor = await _pages(both.queries, wanted, limit, cursor)
     if as_json:
-        emit_json([job_document(view) for view in views])
-        return
-    columns = ("job", "task", "queue", "state", "attempt", "age", "note")
-    emit_rows(columns, [_row(view, now_ms) for view in views], empty="no jobs")
+        emit_json([row_document(job) for job in found])
+    else:
+        rows = [_ledger_row(job, now_ms) for job in found]
+        emit_rows(_COLUMNS, rows, empty="no jobs")
+    if cursor is not None:
+        note(f"there may be more: --cursor {cursor}")
 
 
 @command(
@@ -58,6 +124,7 @@ async def list_jobs(
     "show",
     examples=(
         "holdfast jobs show 019a2f31c07d7e0ab1c2d3e4f5a6b7c8",
+        "holdfast jobs show 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --stack",
         "holdfast jobs show 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --json | jq .result",
     ),
 )
@@ -65,24 +132,62 @@ async def show(
     at: Connection,
     job_id: Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")],
     queue: OneQueue = None,
-    stack: Annotated[bool, typer.Option("--stack", help="Print the last error's stack too.")] = False,
+    tenant: Tenant = None,
+    stack: Annotated[bool, typer.Option("--stack", help="Print the stack of every failed attempt, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """One job with its timeline: created, each attempt, what it waits for, its end.
+    """One job with its whole story: every attempt, its errors, what it waits for, its end, its dead letter.
 
-    On Redis the arguments of a job that succeeded are not kept.
+    From the ledger; without one, what the engine still has (on Redis not the arguments of a job that succeeded).
     """
-    async with at.engine() as engine:
-        view = await find_job(engine, job_id, queue)
+    async with stores(at) as both:
+        view, story = await _whole(both, job_id, tenant, queue)
     if as_json:
-        emit_json(job_document(view))
+        emit_json(job_document(view) | (story_document(story) if story is not None else {}))
         return
     _print_job(view)
     print()
-    emit_rows(("when", "after", "what", "detail"), timeline_rows(view), empty="")
-    if stack and view.failure is not None and view.failure.stack:
-        print()
-        print(view.failure.stack.rstrip())
+    # The last line of the timeline is the present.
+    present = [] if view.state in FINAL else timeline_rows(view)[-1:]
+    lines = event_rows(story.events) + present if story is not None else timeline_rows(view)
+    emit_rows(("when", "after", "what", "detail"), lines, empty="")
+    if story is not None:
+        _print_beside(story)
+    if stack:
+        last = [view.failure.stack] if view.failure is not None and view.failure.stack else []
+        for text in stacks(story.events) if story is not None else last:
+            print()
+            print(text.rstrip())
+
+
+@command(
+    jobs,
+    "counts",
+    examples=("holdfast jobs counts", "holdfast jobs counts --tenant acme --exact --json | jq .states.failed"),
+)
+async def count_jobs(
+    at: Connection,
+    queue: OneQueue = None,
+    tenant: Tenant = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Count successes, too, where they would be estimated.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """How many jobs the ledger has in each state.
+
+    On PostgreSQL the successes are an estimate (marked ~) once there are more than 100,000; all else is exact.
+    """
+    async with stores(at) as both:
+        counts = await both.remembered().counts(tenant, queue, exact=exact)
+    if as_json:
+        emit_json(counts_document(counts))
+        return
+    marks = dict.fromkeys(counts.estimated, "~")
+    rows = [
+        (state_text(state), f"{marks.get(state, '')}{counts.states[state]}") for state in State if counts.states[state]
+    ]
+    emit_rows(("state", "jobs"), rows, empty="no jobs")
 
 
 @command(
@@ -147,6 +252,106 @@ async def cancel(
                 print(f"{job_id}\t{came_from} → {State.CANCELLED}", flush=True)
     if as_json:
         emit_json(done)
+
+
+async def _list_engine(
+    both: Stores, queue: list[str] | None, state: list[State] | None, limit: int, *, as_json: bool
+) -> None:
+    found: list[JobView] = []
+    for name in await queues_or_all(both.engine, queue):
+        found += await both.engine.find(name, state or list(State), limit)
+    now_ms = await both.engine.now_ms()
+    views = sorted(found, key=lambda view: view.created_at_ms, reverse=True)[:limit]
+    if as_json:
+        emit_json([job_document(view) for view in views])
+        return
+    emit_rows(_COLUMNS, [_row(view, now_ms) for view in views], empty="no jobs")
+    note("from the engine: there is no ledger, and jobs that ended are forgotten in time")
+
+
+async def _pages(
+    queries: Queries, wanted: JobFilter, limit: int, cursor: str | None
+) -> tuple[list[JobRow], str | None]:
+    """Pages until there are enough: a page can be short where a filter has much to look through."""
+    from holdfast.ledger.listing import MAX_LIMIT
+
+    found: list[JobRow] = []
+    while True:
+        page = await queries.jobs(wanted, min(limit - len(found), MAX_LIMIT), cursor)
+        found += page.jobs
+        cursor = page.cursor
+        if cursor is None or len(found) >= limit:
+            return found, cursor
+
+
+async def _whole(both: Stores, job_id: str, tenant: str | None, queue: str | None) -> tuple[JobView, Story | None]:
+    """The engine's view, or the one that the ledger's events add up to; and the story, if there is a ledger."""
+    live = await both.live(job_id, queue)
+    if live is not None and tenant not in (None, live.tenant_id):
+        live = None
+    if both.queries is None:
+        if live is None:
+            raise UnknownJob(job_id)
+        return live, None
+    try:
+        row = await both.queries.job(job_id, tenant, queue or (live.queue if live is not None else None))
+    except UnknownJob:
+        if live is None:
+            raise
+        note("the ledger does not have it yet")
+        return live, None
+    story = Story(
+        await both.queries.story(row.key),
+        await both.queries.dead_letter(row.key),
+        await both.queries.steps(row.key),
+        await both.queries.effects(row.key),
+    )
+    return live or fold(row.queue, [event.event() for event in story.events]), story
+
+
+def when(text: str, name: str, now_ms: int) -> datetime:
+    """An instant, or how long ago."""
+    try:
+        return to_datetime(now_ms) - duration(text, name)
+    except InvalidOption:
+        return moment(text, name)
+
+
+def _print_beside(story: Story) -> None:
+    if story.letter is not None:
+        letter = story.letter
+        print()
+        print(f"dead letter {letter.dlq_id} ({letter.status}): {joined(letter.error_code, shorten(letter.error, 120))}")
+    if story.steps:
+        print()
+        steps = [(str(step.position), step.name, shorten(step.result.text)) for step in story.steps]
+        emit_rows(("step", "name", "result"), steps, empty="")
+    if story.effects:
+        print()
+        effects = [(effect.key, effect.state, effect.function, effect.reason or "") for effect in story.effects]
+        emit_rows(("effect", "state", "function", "note"), effects, empty="")
+
+
+def _ledger_row(job: JobRow, now_ms: int) -> tuple[str | Text, ...]:
+    age_ms = now_ms - round(job.created_at.timestamp() * 1000)
+    return (
+        job.job_id,
+        job.job_type,
+        job.queue,
+        state_text(job.state),
+        str(job.attempt),
+        span(max(0, age_ms)),
+        _ledger_remark(job, now_ms),
+    )
+
+
+def _ledger_remark(job: JobRow, now_ms: int) -> str:
+    if job.state is State.RUNNING:
+        return f"on {job.worker}"
+    due = job.next_retry_at or (job.run_at if job.state is State.QUEUED else None)
+    if due is not None and job.state not in FINAL and due > to_datetime(now_ms):
+        return f"due in {span(round(due.timestamp() * 1000) - now_ms)}"
+    return shorten(job.last_error or job.error_message or "")
 
 
 def _row(view: JobView, now_ms: int) -> tuple[str | Text, ...]:

@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import doctor, run, submit
+from holdfast.cli import doctor, explain, reconcile, run, submit, verify
+from holdfast.cli.effects import effects
 from holdfast.cli.jobs import jobs
+from holdfast.cli.migrate import migrate
 from holdfast.cli.queues import queues
 
 app = typer.Typer(
@@ -24,9 +26,14 @@ app = typer.Typer(
 
 run.register(app)
 submit.register(app)
+explain.register(app)
+reconcile.register(app)
 app.add_typer(jobs, name="jobs")
 app.add_typer(queues, name="queues")
+app.add_typer(effects, name="effects")
+app.add_typer(migrate, name="migrate")
 doctor.register(app)
+verify.register(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -175,7 +175,7 @@ async def upkeep(
     holdfast = at.app(app) if app else Holdfast(settings=at.settings())
     async with holdfast:
         queues = _queues(holdfast, queue) if app or queue else []
-        keeper = Upkeep(holdfast.engine, queues, holdfast.settings)
+        keeper = Upkeep(holdfast.engine, queues, holdfast.settings, holdfast.ledger_port)
         with on_signals(keeper.stop):
             _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
             await keeper.run()

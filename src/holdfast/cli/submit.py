@@ -75,6 +75,9 @@ async def submit(
     ] = None,
     priority: Annotated[PriorityName | None, typer.Option(help="Which line it waits in.", show_default=False)] = None,
     tenant: Annotated[str | None, typer.Option(help="Whose job it is.", show_default=False)] = None,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Return only once the ledger has the job; a wipe cannot lose it then.")
+    ] = False,
     wait: Annotated[
         float | None,
         typer.Option(
@@ -95,6 +98,7 @@ async def submit(
         "run_at": None if run_at is None else moment(run_at, "--run-at"),
         "priority": None if priority is None else priority.value,
         "tenant_id": tenant,
+        "durable": durable,
     }
     async with at.app(app) if app else Holdfast(settings=at.settings()) as holdfast:
         job = await holdfast.submit_raw(task, encoded, **options)

@@ -40,7 +40,14 @@ def _decode_other(wanted: Any, value: Any) -> Any:
 
 
 _encoder: Final = msgspec.json.Encoder(enc_hook=_encode_other)
-_any_decoder: Final = msgspec.json.Decoder()
+_any_decoder: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder()
+
+
+def _name_other(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else f"<{type(value).__qualname__}>"
+
+
+_sorting_encoder: Final = msgspec.json.Encoder(enc_hook=_name_other, order="sorted")
 
 
 def encode_json(value: Any, what: str, limit: int = PAYLOAD_LIMIT) -> bytes:
@@ -60,6 +67,30 @@ def decode_json(encoded: bytes, what: str) -> Any:
         return _any_decoder.decode(encoded)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise InvalidPayload(f"{what} cannot be read as JSON: {exc}") from exc
+
+
+def fingerprint_json(value: Any) -> bytes:
+    """JSON that is the same for equal values: keys sorted, and whatever is no JSON told by its type's name alone."""
+    try:
+        return _sorting_encoder.encode(value)
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        if isinstance(value, list):
+            return b"[" + b",".join(fingerprint_json(item) for item in value) + b"]"
+        if isinstance(value, dict):
+            # Keys that are no text: by their `repr`, as JSON has none.
+            pairs = sorted((repr(key).encode(), fingerprint_json(item)) for key, item in value.items())
+            return b"{" + b",".join(key + b":" + item for key, item in pairs) + b"}"
+        return _sorting_encoder.encode(type(value).__qualname__)
+
+
+def result_decoder(function: Any) -> msgspec.json.Decoder[Any]:
+    """Reads what a function returned: as its return annotation has it, as plain values if that cannot be read."""
+    try:
+        return msgspec.json.Decoder(
+            typing.get_type_hints(function, include_extras=True).get("return", Any), dec_hook=_decode_other
+        )
+    except (NameError, TypeError, AttributeError):
+        return _any_decoder
 
 
 class Arguments:

@@ -116,6 +116,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     run_at_ms: int = 0
     #: A guard wants a person to approve it first.
     hold: bool = False
+    #: Somebody waits until the ledger has it: its feed entry says `hurry`.
+    durable: bool = False
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
@@ -190,6 +192,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     job_id: str
     at_ms: int
+    tenant_id: str = DEFAULT_TENANT
     from_state: State | None = None
     to_state: State | None = None
     attempt: int = 0

@@ -92,6 +92,17 @@ EVENTS_BY_MOVE: Final[Mapping[tuple[State | None, State], str]] = MappingProxyTy
     }
 )
 
+#: A long job is alive; beside its moves, at most one per heartbeat interval.
+HEARTBEAT_EVENT: Final = "task.heartbeat"
+
+#: The reconciler put back a job that the engine had lost. It keeps its state; a running one, whose lease is gone
+#: with the engine's memory, goes back in line.
+RESTORED_EVENT: Final = "task.restored"
+
+#: Written by the projector alone: the engine's story went on from an earlier point than the ledger's (a fail-over to a
+#: stale replica, a cut AOF). From the ledger's state to the one that the engine is in; never out of a final state.
+FORKED_EVENT: Final = "ledger.forked"
+
 #: Adopted messages that turn out to be a second copy of a known job leave this beside the job's moves.
 DUPLICATE_EVENT: Final = "task.duplicate"
 

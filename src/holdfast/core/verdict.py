@@ -40,6 +40,8 @@ class Kind(StrEnum):
     UNAVAILABLE = "unavailable"
     #: The payload does not fit the task: always a dead letter (requirement Y7).
     MISFIT = "misfit"
+    #: Only a person can say how it goes on: always suspended (requirements E2, E4).
+    UNDECIDED = "undecided"
 
 
 class OnExhausted(StrEnum):
@@ -195,6 +197,8 @@ def _judge_failure(
     match kind:
         case Kind.MISFIT:
             return DeadLetter(failure)
+        case Kind.UNDECIDED:
+            return Suspend(failure)
         case Kind.FATAL:
             pass
         case Kind.UNAVAILABLE:

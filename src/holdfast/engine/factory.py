@@ -19,11 +19,6 @@ def build_engine(settings: Settings, clock: Clock | None = None) -> Engine:
     `sqlite:///jobs.db` is relative to the working directory, `sqlite:////var/lib/jobs.db` absolute; `sqlite://` and
     `sqlite:///:memory:` are a temporary database of this engine alone.
     """
-    if settings.ledger is not None:
-        raise InvalidOption(
-            "HOLDFAST_LEDGER is set, but there is no ledger in this release: jobs that are given up would wait for it "
-            "for ever in dlq_pending; unset it"
-        )
     # Imported here: who runs on one store need not have the other's driver.
     if urlsplit(settings.url).scheme == "sqlite":
         from holdfast.engine.sqlite.engine import SqliteEngine

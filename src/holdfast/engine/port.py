@@ -36,6 +36,9 @@ MAX_BATCH: Final = 500
 #: What refused submissions are told.
 INTAKE_PAUSED: Final = "an operator has paused its intake; try again once it goes on"
 FEED_BEHIND: Final = "its feed is full because the ledger does not read it; bring the ledger back"
+FEED_UNREAD: Final = (
+    "its feed has no reader: the store is new or was wiped; refill what the ledger knows, then register one"
+)
 #: A feed that is this full is worth a warning.
 FEED_WARNING: Final = 0.8
 
@@ -143,6 +146,27 @@ class FeedEntry(msgspec.Struct, frozen=True):
     position: str
     nonce: str
     events: list[Event]
+    #: A durable submission waits for it: do not linger.
+    hurry: bool = False
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """A cut through the engine, made in one atomic step: which of the asked jobs it does not know, and where its
+    feed ended at that moment (both empty while the feed has never had an entry)."""
+
+    unknown: list[str]
+    position: str
+    nonce: str
+    at_ms: int
+
+
+class KnownKey(msgspec.Struct, frozen=True):
+    """An idempotency key that the ledger remembers (requirement E1), to be known to the engine again after a wipe."""
+
+    tenant_id: str
+    key: str
+    job_id: str
+    expires_at_ms: int
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -194,8 +218,9 @@ class Engine(Protocol):
 
         A known `(tenant, queue, idempotency_key)` answers with the first job, as a duplicate. The same
         envelopes again (a reply was lost) change nothing and are no duplicates. Raises `IntakeRefused`
-        when a queue's intake is paused, `FeedFull` when its feed is at its limit; envelopes of other queues
-        may have been taken.
+        when a queue's intake is paused, `FeedFull` when its feed is at its limit, and, with `options.ledger`,
+        `FeedUnread` when its feed has no reader (the store is new or was wiped: refill what the ledger knows, then
+        `register_reader`); envelopes of other queues may have been taken.
         """
         ...
 
@@ -218,8 +243,12 @@ class Engine(Protocol):
         """End attempts; one answer each. Repeatable: a second copy answers `ALREADY`."""
         ...
 
-    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
-        """Push deadlines out; returns the leases that are lost."""
+    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
+        """Push deadlines out; returns the leases that are lost.
+
+        Leases that were renewed and whose token is among `heartbeats` leave a `task.heartbeat` event each, all in
+        one feed entry.
+        """
         ...
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
@@ -299,12 +328,39 @@ class Engine(Protocol):
         """From now on nothing unread is dropped from the feed."""
         ...
 
-    async def feed(self, queue: str, after: str, limit: int) -> list[FeedEntry]:
-        """Entries after a position, oldest first; `after=""` starts at the oldest one kept."""
+    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+        """Entries from a position on, that one included, oldest first; `start=""` is the oldest one kept.
+
+        A reader begins at the entry it read last and looks at its nonce: missing or another one means that the feed
+        has forked (a wipe, a fail-over to a stale replica).
+        """
+        ...
+
+    async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
+        """Queues whose feed has an entry after the given position ("": any); waits up to `wait_ms` for the first."""
         ...
 
     async def forget(self, queue: str, position: str) -> None:
         """The reader has everything before `position`; the entry at `position` itself is kept (it proves identity)."""
+        ...
+
+    async def survey(self, queue: str, job_ids: Sequence[str]) -> Survey:
+        """Which of these jobs (at most `MAX_BATCH`) are unknown, and where the feed ends, in one atomic step."""
+        ...
+
+    async def restore(self, queue: str, cut: Survey, jobs: Sequence[JobView]) -> list[bool]:
+        """Put lost jobs back under their own id, state, attempt, retry count and due time; whether each was.
+
+        Only jobs that are still unknown, and only while the feed still has the cut's entry under the cut's nonce
+        (while it is still empty, if it was; else nothing is restored). `running` jobs go back in line: their lease is
+        gone. `next_attempt_at_ms` is when a queued or retrying job is due, `meta.run_at_ms` what its submitter asked
+        for. Each leaves a `task.restored` event. Their idempotency keys are known again, for as long as they are open.
+        Raises `InvalidOption` and restores nothing if one of them has ended.
+        """
+        ...
+
+    async def remember_keys(self, queue: str, keys: Sequence[KnownKey]) -> None:
+        """Know these keys again until they end; one that is known to the engine already stays as it is."""
         ...
 
     async def prune(self, queues: Sequence[str]) -> int:

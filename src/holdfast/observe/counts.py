@@ -32,3 +32,14 @@ class Counts:
     #: Moves refused by the state table (requirement S2).
     illegal_moves: int = 0
     reconnects: int = 0
+    #: Effects that were reserved again while their first holder was still at them: they may have happened twice.
+    effect_duplicates: int = 0
+    #: Events that reached the ledger from the feed …
+    projected: int = 0
+    #: … how many of them did not fit its story, and how often the feed was another one than before.
+    anomalies: int = 0
+    forks: int = 0
+    #: Batches that did not fit at first sight: they cost a look-up.
+    looked_up: int = 0
+    #: How old the newest event was when it reached the ledger, last time.
+    feed_lag_ms: int = 0

@@ -30,6 +30,7 @@ from holdfast.core.verdict import (
     TARGETS,
     DeadLetter,
     Outcome,
+    Release,
     RetryLater,
     Succeed,
     Suspend,
@@ -38,8 +39,10 @@ from holdfast.core.verdict import (
     by_operator,
     judge,
 )
+from holdfast.effects.tools import Tools
 from holdfast.engine.port import MAX_BATCH
 from holdfast.errors import TransitionInvalid, UnknownJob, WaitTimeout
+from holdfast.ledger.port import Ledger
 from holdfast.submitter import Desk
 from holdfast.worker.classify import unknown_task
 from holdfast.worker.context import Context
@@ -103,6 +106,10 @@ class InlineDesk(Desk):
         self._keys: dict[tuple[str, str, str], str] = {}
         self._clock = SystemClock()
         self._random = Random()
+        #: What jobs have slept: nobody waits for it here.
+        self._slept_ms = 0
+        #: For effects and steps, by event loop: a blocking door has another one than the test.
+        self._tools: dict[asyncio.AbstractEventLoop, Tools] = {}
 
     async def submit(self, envelope: Envelope) -> Receipt:
         if envelope.idempotency_key:
@@ -169,13 +176,33 @@ class InlineDesk(Desk):
         plan = self._app.plans.get(claim.task)
         if plan is None:
             return unknown_task(claim.task, tuple(self._app.plans))
-        context = Context(claim) if plan.context_name is not None else None
+        context = Context(claim, self._own_tools()) if plan.context_name is not None else None
         if plan.mode is Mode.LOOP:
             return await perform(plan, claim, context)
         return await asyncio.to_thread(perform_sync, plan, claim, context)
 
+    def _own_tools(self) -> Tools:
+        loop = asyncio.get_running_loop()
+        if loop not in self._tools:
+            settings = self._app.settings
+            self._tools[loop] = Tools(
+                self._ledger,
+                self.get,
+                self._now_ms,
+                self._app.engine.counts,
+                lease_s=settings.visibility_timeout_s,
+                payload_limit=settings.payload_limit,
+            )
+        return self._tools[loop]
+
+    async def _ledger(self) -> Ledger | None:
+        return self._app.ledger_port
+
+    def _now_ms(self) -> int:
+        return self._clock.now_ms() + self._slept_ms
+
     def _claim(self, view: JobView) -> Claim:
-        now_ms = self._clock.now_ms()
+        now_ms = self._now_ms()
         lease = Lease(view.queue, view.job_id, f"inline-{view.attempt}", 1, _WORKER)
         return Claim(
             lease,
@@ -191,7 +218,9 @@ class InlineDesk(Desk):
         )
 
     def _settle(self, view: JobView, claim: Claim, verdict: Verdict) -> None:
-        now_ms = self._clock.now_ms()
+        if isinstance(verdict, Release):
+            self._slept_ms += verdict.delay_ms
+        now_ms = self._now_ms()
         view = self._move(view, TARGETS[type(verdict)], meta=advance(claim, verdict, now_ms))
         match verdict:
             case Succeed(result=result):

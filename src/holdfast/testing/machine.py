@@ -23,8 +23,9 @@ from typing import Any, ClassVar, Final, Protocol, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.core.job import Claim, Envelope, Event, Failure, Meta, Priority
-from holdfast.core.states import OPERATOR_TARGETS, State
+from holdfast.core.job import Claim, Envelope, Event, Failure, JobView, Meta, Priority
+from holdfast.core.states import FINAL, OPERATOR_TARGETS, State
+from holdfast.core.story import fold
 from holdfast.core.verdict import (
     Answer,
     DeadLetter,
@@ -109,6 +110,8 @@ class EngineMachine(RuleBasedStateMachine):
         number = next(_queue_numbers)
         self.queue = f"{'pending' if pending else 'schedule'}-{number}"
         self.engine = self._run(self.world.make(ledger=ledger))
+        if ledger:
+            self._run(self.engine.register_reader(self.queue))
         self.model = Model(ledger, pending)
         self.envelopes: list[Envelope] = []
         #: What each worker believes to hold, lost leases included: it learns of them only by asking.
@@ -251,6 +254,18 @@ class EngineMachine(RuleBasedStateMachine):
             came_from = None
         assert came_from == (self.model.move(job_id, to) if legal else None)
 
+    @rule(ghost=st.booleans())
+    def survey(self, ghost: bool) -> None:
+        """Whatever has happened, no job is unknown, and putting known ones back changes nothing."""
+        job_ids = [*self.model.jobs, *(["ghost"] if ghost else [])]
+        cut = self._run(self.engine.survey(self.queue, job_ids))
+        assert cut.unknown == (["ghost"] if ghost else [])
+        last = self._run(self.engine.feed(self.queue, cut.position, 2))
+        assert [(entry.position, entry.nonce) for entry in last] == [(cut.position, cut.nonce)]
+        opened = [view for view in self._run(self.engine.get(self.queue, list(self.model.jobs))) if view]
+        opened = [view for view in opened if view.state not in FINAL]
+        assert self._run(self.engine.restore(self.queue, cut, opened)) == [False] * len(opened)
+
     # Comparing -------------------------------------------------------------------------------------
 
     @invariant()
@@ -265,6 +280,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         # After a failed step the engine and the model disagree already; a second complaint would hide the first.
         if sys.exc_info()[0] is None and hasattr(self, "model"):
+            self._compare_with_stories()
             self._work_off()
             history = check_history(self._events(), ended=True)
             assert {story.job_id: story.state for story in history.stories.values()} == {
@@ -273,6 +289,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert sum(self._run(self.engine.stats(self.queue)).states.values()) == 0
         if hasattr(self, "engine"):
             self._run(self.engine.close())
+
+    def _compare_with_stories(self) -> None:
+        """The feed tells enough to put every open job back as it is."""
+        stories: dict[str, list[Event]] = {job_id: [] for job_id in self.model.jobs}
+        for event in self._events():
+            stories[event.job_id].append(event)
+        for view in self._run(self.engine.get(self.queue, list(stories))):
+            if view and view.state not in FINAL:
+                told = fold(self.queue, stories[view.job_id])
+                assert _essence(told) == _essence(view), f"{told}\n{view}"
 
     def _work_off(self) -> None:
         """Whatever is still open ends now: nothing is stuck."""
@@ -335,10 +361,25 @@ class EngineMachine(RuleBasedStateMachine):
     def _events(self) -> list[Event]:
         events: list[Event] = []
         position = ""
-        while entries := self._run(self.engine.feed(self.queue, position, 500)):
-            events += [event for entry in entries for event in entry.events]
-            position = entries[-1].position
-        return events
+        while True:
+            entries = self._run(self.engine.feed(self.queue, position, 500))
+            # The first one of a page is the last one of the page before.
+            new = [entry for entry in entries if entry.position != position]
+            if not new:
+                return events
+            events += [event for entry in new for event in entry.events]
+            position = new[-1].position
+
+
+def _essence(view: JobView) -> tuple[Any, ...]:
+    """All of an open job but its instants, which a harness may have moved, and lost leases: whether those of an attempt
+    that an operator took away count is the engine's choice."""
+    meta, worker = view.meta, view.worker if view.state is State.RUNNING else ""
+    policy = (meta.retry_count, meta.unavailable_count, meta.priority, meta.context, meta.dlq_id)
+    history = [(past.number, past.worker, past.outcome, past.failure) for past in meta.history]
+    identity = (view.job_id, view.task, view.tenant_id, view.payload, view.idempotency_key, view.trace_id)
+    ended_with = view.failure if view.state in (State.RETRYING, State.DLQ_PENDING, State.DLQ_RECORDED) else None
+    return identity, view.state, view.attempt, worker, policy, history, ended_with
 
 
 _WAY_OUT: Final[dict[State, tuple[State, ...]]] = {

@@ -49,5 +49,10 @@ class Queues:
         self._engine = engine
         self._names = tuple(names)
 
+    @property
+    def named(self) -> bool:
+        """Whether they were named."""
+        return bool(self._names)
+
     async def now(self) -> Sequence[str]:
         return self._names or await self._engine.queues()

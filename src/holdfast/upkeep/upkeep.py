@@ -1,4 +1,4 @@
-"""Upkeep in a process without a worker: promoter, reclaimer and pruner around one engine.
+"""Upkeep in a process without a worker: promoter, reclaimer, pruner, and what keeps the ledger in step.
 
 Any number of them may run at once, and beside workers: every step is atomic in the engine, there is no
 leader and no lock. A worker does the same for its own queues unless told not to.
@@ -16,7 +16,9 @@ from uuid import uuid4
 
 from holdfast.engine.port import Due, Engine
 from holdfast.errors import EngineUnavailable
+from holdfast.ledger.port import Ledger
 from holdfast.settings import Settings
+from holdfast.upkeep.bookkeeping import Bookkeeping
 from holdfast.upkeep.loop import Queues, forever
 from holdfast.upkeep.promoter import Promoter
 from holdfast.upkeep.pruner import Pruner
@@ -28,10 +30,12 @@ _LISTEN_MS: Final = 5_000
 
 
 class Upkeep:
-    """Keeps some queues, or with none named all of them, until `stop`. The engine is the caller's, and open."""
+    """Keeps some queues, or with none named all of them, until `stop`. Engine and ledger are the caller's."""
 
-    def __init__(self, engine: Engine, queues: Sequence[str], settings: Settings) -> None:
+    def __init__(self, engine: Engine, queues: Sequence[str], settings: Settings, ledger: Ledger | None = None) -> None:
         self._engine = engine
+        self._ledger = ledger
+        self._names = tuple(queues)
         self._queues = Queues(engine, queues)
         self._settings = settings
         self.incarnation = f"upkeep-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
@@ -50,13 +54,23 @@ class Upkeep:
         if self._settings.reclaim:
             loops.append(self._reclaimer.run())
         tasks = [asyncio.create_task(loop) for loop in loops]
+        bookkeeping = self._start_bookkeeping()
         try:
             await self._stopped.wait()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if bookkeeping is not None:
+                await bookkeeping.stop()
             await self._leave()
+
+    def _start_bookkeeping(self) -> Bookkeeping | None:
+        if self._ledger is None:
+            return None
+        bookkeeping = Bookkeeping(self._engine, self._ledger, self._settings, self._names, name=self.incarnation)
+        bookkeeping.start()
+        return bookkeeping
 
     async def _listen(self) -> float:
         queues = await self._queues.now()

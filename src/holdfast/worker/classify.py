@@ -12,10 +12,22 @@ from holdfast.core.verdict import (
     TASK_ERROR,
     TASK_FATAL,
     TASK_TIMEOUT,
+    GaveBack,
     Kind,
+    Outcome,
     Raised,
 )
-from holdfast.errors import Fatal, HoldfastError, InvalidPayload, Unavailable, UnknownTask, UsageError
+from holdfast.effects.steps import Asleep
+from holdfast.errors import (
+    EffectInDoubt,
+    Fatal,
+    HoldfastError,
+    InvalidPayload,
+    StepMismatch,
+    Unavailable,
+    UnknownTask,
+    UsageError,
+)
 from holdfast.worker.plan import Policy
 
 MESSAGE_LIMIT: Final = 2_000
@@ -28,11 +40,21 @@ _CODES: Final = {
     Kind.MISFIT: TASK_FATAL,
 }
 
+#: Whatever the task's policy says of exceptions: nobody but a person can decide.
+_UNDECIDED: Final = (EffectInDoubt, StepMismatch)
+
+
+def ended(exc: BaseException, policy: Policy) -> Outcome:
+    """The user's code ended with this: it failed, or it sleeps."""
+    if (asleep := _asleep(exc)) is not None:
+        return GaveBack(str(asleep), asleep.delay_ms, started=True)
+    return raised(exc, policy)
+
 
 def raised(exc: BaseException, policy: Policy) -> Raised:
     """The user's code raised this."""
     kind = _kind(exc, policy)
-    return Raised(kind, failure(_CODES[kind], exc))
+    return Raised(kind, failure(_code(exc) if kind is Kind.UNDECIDED else _CODES[kind], exc))
 
 
 def misfit(exc: Exception) -> Raised:
@@ -83,7 +105,25 @@ def _payload_code(exc: Exception) -> str:
     return exc.code if isinstance(exc, HoldfastError) else InvalidPayload.code
 
 
+def _asleep(exc: BaseException) -> Asleep | None:
+    """Several may sleep at the same time: the first to wake up decides."""
+    if isinstance(exc, BaseExceptionGroup):
+        sleepers = [_asleep(inner) for inner in exc.exceptions]
+        return (
+            min((one for one in sleepers if one), key=lambda one: one.delay_ms, default=None) if all(sleepers) else None
+        )
+    return exc if isinstance(exc, Asleep) else None
+
+
+def _code(exc: BaseException) -> str:
+    if isinstance(exc, BaseExceptionGroup):
+        return next((code for code in map(_code, exc.exceptions) if code), "")
+    return exc.code if isinstance(exc, _UNDECIDED) else ""
+
+
 def _kind(exc: BaseException, policy: Policy) -> Kind:
+    if isinstance(exc, _UNDECIDED):
+        return Kind.UNDECIDED
     if isinstance(exc, BaseExceptionGroup) and not isinstance(exc, policy.retry_on + policy.fatal_on):
         return _kind_of_group(exc, policy)
     if isinstance(exc, (Fatal, *policy.fatal_on)):
@@ -96,10 +136,11 @@ def _kind(exc: BaseException, policy: Policy) -> Kind:
 
 
 def _kind_of_group(group: BaseExceptionGroup[BaseException], policy: Policy) -> Kind:
-    """Of what a `TaskGroup` raises: one fatal error decides; an outage only if there is nothing else."""
+    """Of what a `TaskGroup` raises: what a person must decide goes first, then fatal ones; an outage if it is all."""
     kinds = {_kind(exc, policy) for exc in group.exceptions}
-    if Kind.FATAL in kinds:
-        return Kind.FATAL
+    for decisive in (Kind.UNDECIDED, Kind.FATAL):
+        if decisive in kinds:
+            return decisive
     return Kind.UNAVAILABLE if kinds == {Kind.UNAVAILABLE} else Kind.RETRYABLE
 
 

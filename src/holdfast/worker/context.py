@@ -1,23 +1,35 @@
 """What a running task may know about its own job.
 
 A task gets one if a parameter is annotated with `Context`; it is not part of the payload, and is not
-made for tasks that do not ask.
+made for tasks that do not ask. Through it the task acts once (`effect`, `transaction`) and takes steps.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from holdfast.core.codec import PAYLOAD_LIMIT
 from holdfast.core.job import Claim
+from holdfast.core.retry import Duration
+from holdfast.effects.doors import Blocking, EffectCall
+from holdfast.effects.steps import Steps
+from holdfast.effects.tools import Scope, Tools
+from holdfast.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Context:
     """One run of one job, as its function sees it."""
 
-    __slots__ = ("_claim", "cancelled")
+    __slots__ = ("_claim", "_steps", "_tools", "cancelled")
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: Claim, tools: Tools | None = None) -> None:
         self._claim = claim
+        self._tools = tools
+        self._steps: Steps | None = None
         #: True once the run is over from outside: cancelled, out of time, lease lost, or the worker drains.
         #: An async task is cancelled as well; a function in a thread has to look here, nobody can stop it.
         self.cancelled = False
@@ -66,6 +78,76 @@ class Context:
     def context(self) -> dict[str, Any]:
         """What the submitter sent along beside the arguments: user, trace, anything."""
         return self._claim.meta.context or {}
+
+    # Acting once -----------------------------------------------------------------------------------
+
+    @property
+    def effect(self) -> EffectCall:
+        """`await ctx.effect(key, function, *args)`: runs it once for each key of the tenant, and gives its result.
+
+        Whoever comes second gets the recorded result. If nobody knows whether it happened (a crash, an exception, a
+        timeout), the job is suspended; `ctx.effect.options(in_doubt=…)` says otherwise.
+        """
+        return EffectCall(self._scope("effect"))
+
+    async def transaction(
+        self,
+        database: Any,
+        key: str,
+        function: Callable[Concatenate[Any, P], Awaitable[R]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """One transaction in a database of your own: the key, what `function(connection, *args)` writes, its result.
+
+        `database` is SQLAlchemy's `AsyncEngine`, `async_sessionmaker`, `AsyncSession` or `AsyncConnection`, or a pool
+        or connection of asyncpg; the function gets a connection (or session) in which the transaction is open.
+        """
+        # Here, so that workers whose tasks do not use it load no database driver.
+        from holdfast.effects.transaction import transaction
+
+        limit = PAYLOAD_LIMIT if self._tools is None else self._tools.payload_limit
+        result: R = await transaction(self._claim, limit, database, key, function, args, kwargs)
+        return result
+
+    @overload
+    def step(
+        self, name: str, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]: ...
+    @overload
+    def step(
+        self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]: ...
+    def step(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A checkpoint: on a retry its recorded result comes back, and the function does not run again."""
+        return self._own_steps().step(name, function, args, kwargs)
+
+    async def sleep(self, duration: Duration) -> None:
+        """Sleep for seconds, or a `timedelta`; the job is given back meanwhile, and begins anew when it is time.
+
+        Sleeps and steps that are behind it are not taken again. The attempt ends in an exception that is no
+        `Exception`: `finally` blocks run, `except Exception` does not see it.
+        """
+        await self._own_steps().sleep(duration)
+
+    @property
+    def blocking(self) -> Blocking:
+        """`effect`, `step` and `sleep` for plain functions, which run in a thread."""
+        return Blocking(self._scope("blocking"), self._own_steps())
+
+    def _own_steps(self) -> Steps:
+        if self._steps is None:
+            self._steps = Steps(self._scope("step"))
+        return self._steps
+
+    def _scope(self, what: str) -> Scope:
+        if self._tools is None:
+            raise UsageError(
+                f"ctx.{what} works in tasks that a worker runs in its own process: not with process=True, and not in a "
+                "context that was made by hand"
+            )
+        return Scope(self._claim, self._tools)
 
     def __repr__(self) -> str:
         return f"<Context {self.task} job={self.job_id} attempt={self.attempt}>"

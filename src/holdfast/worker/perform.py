@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.core.job import Claim
 from holdfast.core.verdict import Outcome, Returned
 from holdfast.errors import InvalidPayload
-from holdfast.worker.classify import bad_result, misfit, raised
+from holdfast.worker.classify import bad_result, ended, misfit
 from holdfast.worker.context import Context
 from holdfast.worker.plan import Plan
 
@@ -25,7 +25,7 @@ async def perform(plan: Plan, claim: Claim, context: Context | None) -> Outcome:
     try:
         value = await plan.function(**arguments)
     except BaseException as exc:  # noqa: BLE001 - the user's code
-        return raised(exc, plan.policy)
+        return ended(exc, plan.policy)
     return _returned(plan, value)
 
 
@@ -38,7 +38,7 @@ def perform_sync(plan: Plan, claim: Claim, context: Context | None) -> Outcome:
     try:
         value = plan.function(**arguments)
     except BaseException as exc:  # noqa: BLE001 - the user's code
-        return raised(exc, plan.policy)
+        return ended(exc, plan.policy)
     return _returned(plan, value)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Protocol, assert_never
 
 from holdfast.core.backoff import Backoff
@@ -64,6 +64,8 @@ class Renewer:
         self._stopping = False
         self._opened = False
         self._beat_at = 0.0
+        #: Since when each run is known to run, or when it left its last heartbeat; by token.
+        self._alive_since: dict[str, float] = {}
 
     def start(self) -> None:
         """Begin to beat."""
@@ -127,15 +129,22 @@ class Renewer:
                 await self._beat()
 
     async def _beat(self) -> None:
-        self._beat_at = time.monotonic() + self._interval_s
-        lost = await self._renew(run.claim.lease for run in self._held.copy())
+        now = time.monotonic()
+        self._beat_at = now + self._interval_s
+        held = self._held.copy()
+        running = [run.claim.lease.token for run in held if run.begun and not run.judged]
+        since = {token: self._alive_since.get(token, now) for token in running}
+        # Told once an interval: short jobs leave none, long ones one at each beat but their first.
+        told = {token for token, instant in since.items() if now - instant >= self._interval_s}
+        lost = await self._renew((run.claim.lease for run in held), told)
+        self._alive_since = since | dict.fromkeys(told, now)
         if lost:
             self._tell(self._listener.lost, lost)
 
-    async def _renew(self, leases: Iterable[Lease]) -> list[Lease]:
+    async def _renew(self, leases: Iterable[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
         left, lost = list(leases), list[Lease]()
         for start in range(0, len(left), MAX_BATCH):
-            lost += await self._engine.renew(left[start : start + MAX_BATCH])
+            lost += await self._engine.renew(left[start : start + MAX_BATCH], heartbeats)
         return lost
 
     async def _hear(self, notice: Notice) -> None:

@@ -21,6 +21,7 @@ from typing import Final, assert_never
 
 from holdfast.core.job import Claim
 from holdfast.core.verdict import GaveBack, Outcome, Returned, Settlement, judge
+from holdfast.effects.tools import Tools
 from holdfast.worker.children import Children
 from holdfast.worker.classify import raised, timed_out, unknown_task
 from holdfast.worker.context import Context
@@ -52,6 +53,7 @@ class Runner:
         held: Held,
         concurrency: int,
         *,
+        tools: Tools | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
         random: Random | None = None,
     ) -> None:
@@ -66,6 +68,8 @@ class Runner:
         self._plans = plans
         self._settler = settler
         self._held = held
+        #: What effects and steps need; without it tasks have none.
+        self._tools = tools
         self._cancel_grace_s = cancel_grace_s
         self._random = random or Random()
         self._loop = asyncio.get_running_loop()
@@ -126,7 +130,7 @@ class Runner:
         self.started += 1
         plan = run.plan
         if plan.context_name is not None:
-            run.context = Context(run.claim)
+            run.context = Context(run.claim, self._tools)
         mode = plan.mode
         if mode is Mode.LOOP:
             if plan.timeout_s is not None:

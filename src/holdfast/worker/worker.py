@@ -20,11 +20,14 @@ from typing import Final, Protocol
 from uuid import uuid4
 
 from holdfast.core.backoff import Backoff
-from holdfast.core.job import DEFAULT_QUEUE, Lease
+from holdfast.core.job import DEFAULT_QUEUE, JobView, Lease
+from holdfast.effects.tools import Tools
 from holdfast.engine.port import Control, Engine
 from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.ledger.port import Ledger
 from holdfast.observe.counts import Counts
 from holdfast.settings import Settings
+from holdfast.upkeep.bookkeeping import Bookkeeping
 from holdfast.upkeep.loop import Queues
 from holdfast.upkeep.promoter import Promoter
 from holdfast.upkeep.pruner import Pruner
@@ -62,6 +65,8 @@ class App(Protocol):
     def plans(self) -> Mapping[str, Plan]: ...
     @property
     def engine(self) -> Engine: ...
+    @property
+    def ledger_port(self) -> Ledger | None: ...
     async def open(self) -> None: ...
 
 
@@ -185,7 +190,12 @@ class Worker(Listener):
         engine = self._engine
         settler = Settler(engine, self._held)
         runner = self._runner = Runner(
-            self._app.plans, settler, self._held, self.concurrency, cancel_grace_s=self._cancel_grace_s
+            self._app.plans,
+            settler,
+            self._held,
+            self.concurrency,
+            tools=self._tools(engine),
+            cancel_grace_s=self._cancel_grace_s,
         )
         fetcher = self._fetcher = Fetcher(
             engine, self.incarnation, self._queues, runner, self._held, self._app.settings, quota=self._max_jobs
@@ -194,6 +204,7 @@ class Worker(Listener):
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
         helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
+        bookkeeping = self._start_bookkeeping(engine)
 
         async def end() -> None:
             ending = Ending(self._held, self._app.settings, self._hurrying, self._cancel_grace_s)
@@ -203,6 +214,9 @@ class Worker(Listener):
                 last.push_async_callback(ending.leave, engine, self.incarnation, self._queues)
                 last.push_async_callback(runner.close)
                 last.push_async_callback(renewer.stop)
+                if bookkeeping is not None:
+                    # To the last: what this worker settles while it drains may still reach the ledger.
+                    last.push_async_callback(bookkeeping.stop)
                 await _end([fetching, *helpers])
                 await ending.finish(runner, fetcher, settler)
 
@@ -215,6 +229,27 @@ class Worker(Listener):
             self._draining.set()
             await self._see_through(asyncio.create_task(end()))
         return self._ended
+
+    def _tools(self, engine: Engine) -> Tools:
+        async def ledger() -> Ledger | None:
+            return self._app.ledger_port
+
+        async def find(queue: str, job_id: str) -> JobView | None:
+            return (await engine.get(queue, [job_id]))[0]
+
+        def now_ms() -> int:
+            assert self._runner is not None
+            return self._runner.now_ms()
+
+        settings = self._app.settings
+        return Tools(
+            ledger,
+            find,
+            now_ms,
+            engine.counts,
+            lease_s=settings.visibility_timeout_s,
+            payload_limit=settings.payload_limit,
+        )
 
     async def _see_through(self, ending: asyncio.Task[None]) -> None:
         """Wait for the end of the worker. Cancelled meanwhile, it hurries, and is cancelled when that is over."""
@@ -238,6 +273,16 @@ class Worker(Listener):
         queues = Queues(engine, self._queues)
         self._promoter = Promoter(engine, queues)
         return [asyncio.create_task(self._promoter.run()), asyncio.create_task(Pruner(engine, queues).run())]
+
+    def _start_bookkeeping(self, engine: Engine) -> Bookkeeping | None:
+        ledger = self._app.ledger_port
+        if ledger is None or not self._upkeep:
+            return None
+        settings = self._app.settings
+        # All queues, not only ours: nobody else may be there to do it.
+        bookkeeping = Bookkeeping(engine, ledger, settings, name=self.incarnation, project=settings.projector)
+        bookkeeping.start()
+        return bookkeeping
 
     async def _housekeep(self) -> None:
         while not self._has_had_enough():

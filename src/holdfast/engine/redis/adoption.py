@@ -57,7 +57,7 @@ class Adopter:
             store.names.group,
             worker,
             store.nonce(),
-            options.feed_limit,
+            store.feed_limit,
             len(adoptions),
             options.finished_ttl_ms,
             options.result_limit,
@@ -96,7 +96,7 @@ class _Adoption:
     def __init__(self, message: Delivery, queue: str, worker: str, keep_id: bool, payload_limit: int) -> None:
         self.line, self._entry, self._deliveries, self._owner = message
         self.claim: Claim | None = None
-        self._fault, self._dead_letter = b"", b""
+        self._fault, self._dead_letter, self._data = b"", b"", b""
         try:
             self.claim = wire.parse_foreign(self._entry, self.line, queue, worker, self._deliveries)
             wire.check_size(self.claim.payload, payload_limit)
@@ -109,11 +109,12 @@ class _Adoption:
             fields = wire.as_dict(self._entry[1])
             failure = wire.malformed(str(reason))
             self.job_id = (wire.usable_id(fields.get(b"task_id")) if keep_id else None) or wire.made_up_id()
-            self.body = wire.malformed_body(fields, self._entry[0], self.line, failure)
+            dlq_id = wire.made_up_id()
+            self.body = wire.malformed_body(fields, self._entry[0], self.line, failure, dlq_id)
             self.explicit_key = ""
             self._fault = wire.failure_text(failure).encode()
-            letter = wire.dead_letter_fields(self.job_id, self.body, failure, wire.made_up_id())
-            self._dead_letter = wire.pack(letter)
+            self._dead_letter = wire.pack(wire.dead_letter_fields(self.job_id, self.body, failure, dlq_id))
+            self._data = wire.encode_json(wire.failure_fields(failure) | {"dlq_id": dlq_id, "history": []})
 
     def arguments(self, key_index: int) -> tuple[Any, ...]:
         body = self.body
@@ -131,6 +132,7 @@ class _Adoption:
             body.tenant_id,
             body.idempotency_key or self.job_id,
             body.trace_id,
-            body.meta,
+            "" if self._fault else body.meta,
             self._owner,
+            self._data,
         )

@@ -86,7 +86,9 @@ class Client:
         self._reply_timeout_s = reply_timeout_s
         self._connections: dict[Lane, Connection] = {}
         self._opening: dict[Lane, asyncio.Lock] = {}
-        self._closed = False
+        #: For calls that block: at rest, and in use.
+        self._spare: list[Connection] = []
+        self._lent: set[Connection] = set()
 
     async def connect(self, lane: Lane) -> Connection:
         """The lane's connection, opened anew if it is not usable."""
@@ -132,6 +134,26 @@ class Client:
         await self.call(lane, b"SCRIPT", b"LOAD", script.source)
         return await self.call(lane, b"EVALSHA", script.sha, len(keys), *keys, *arguments)
 
+    async def call_apart(self, *command: Any, blocks_s: float) -> Any:
+        """One command that blocks, on a connection that nobody else uses meanwhile."""
+        while self._spare and not self._spare[-1].usable:
+            self._spare.pop()
+        connection = self._spare.pop() if self._spare else await self._open(Connection)
+        self._lent.add(connection)
+        try:
+            reply = await connection.call(*command, blocks_s=blocks_s)
+        except (OSError, hiredis.ReplyError) as exc:
+            connection.close()
+            raise translate(exc) from exc
+        except BaseException:
+            # The server still holds this call.
+            connection.close()
+            raise
+        finally:
+            self._lent.discard(connection)
+        self._spare.append(connection)
+        return reply
+
     def drop(self, lane: Lane) -> None:
         """Close one lane's connection; the next call opens another."""
         connection = self._connections.pop(lane, None)
@@ -140,9 +162,10 @@ class Client:
 
     def close(self) -> None:
         """Close all connections."""
-        for connection in self._connections.values():
+        for connection in (*self._connections.values(), *self._spare, *self._lent):
             connection.close()
         self._connections.clear()
+        self._spare.clear()
 
     async def _open(self, kind: type[Connection]) -> Connection:
         try:

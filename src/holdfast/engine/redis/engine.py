@@ -9,12 +9,13 @@ and read its reply.
     settling   settle
     operators  move · set_control
     readers    get · find · stats · listen · feed · prune
+    recovery   survey · restore · remember_keys
     answers    wait_final
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from holdfast.core.job import Claim, Envelope, Failure, JobView, Lease, Receipt
@@ -26,9 +27,11 @@ from holdfast.engine.port import (
     EngineOptions,
     FeedEntry,
     Finding,
+    KnownKey,
     Notice,
     Promotion,
     QueueStats,
+    Survey,
     feed_finding,
 )
 from holdfast.engine.redis.answers import Answers
@@ -40,6 +43,7 @@ from holdfast.engine.redis.keys import Names
 from holdfast.engine.redis.leases import Leases
 from holdfast.engine.redis.operators import Operators
 from holdfast.engine.redis.readers import Readers
+from holdfast.engine.redis.recovery import Recovery
 from holdfast.engine.redis.settling import Settling
 from holdfast.engine.redis.store import Store
 from holdfast.errors import InvalidOption
@@ -75,6 +79,7 @@ class RedisEngine(Engine):
         self._settling = Settling(self._store)
         self._operators = Operators(self._store)
         self._readers = Readers(self._store)
+        self._recovery = Recovery(self._store)
         self._answers = Answers(self._store, self._get_one)
 
     @classmethod
@@ -134,8 +139,8 @@ class RedisEngine(Engine):
     async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
         return await self._settling.settle(settlements)
 
-    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
-        return await self._leases.renew(leases)
+    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
+        return await self._leases.renew(leases, heartbeats)
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
         count, next_due_at_ms, now_ms = 0, 0, 0
@@ -213,11 +218,23 @@ class RedisEngine(Engine):
     async def register_reader(self, queue: str) -> None:
         await self._readers.register_reader(queue)
 
-    async def feed(self, queue: str, after: str, limit: int) -> list[FeedEntry]:
-        return await self._readers.feed(queue, after, limit)
+    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+        return await self._readers.feed(queue, start, limit)
+
+    async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
+        return await self._readers.wait_feed(positions, wait_ms)
 
     async def forget(self, queue: str, position: str) -> None:
         await self._readers.forget(queue, position)
+
+    async def survey(self, queue: str, job_ids: Sequence[str]) -> Survey:
+        return await self._recovery.survey(queue, job_ids)
+
+    async def restore(self, queue: str, cut: Survey, jobs: Sequence[JobView]) -> list[bool]:
+        return await self._recovery.restore(queue, cut, jobs)
+
+    async def remember_keys(self, queue: str, keys: Sequence[KnownKey]) -> None:
+        await self._recovery.remember_keys(queue, keys)
 
     async def prune(self, queues: Sequence[str]) -> int:
         return await self._readers.prune(queues)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
 
 from holdfast.core.job import DEFAULT_TENANT, Event
-from holdfast.core.states import DUPLICATE_EVENT, State, event_for
+from holdfast.core.states import DUPLICATE_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State, event_for
 from holdfast.engine.port import FeedEntry
 from holdfast.engine.redis.wire import as_dict, meta_from
 
+_log: Final = logging.getLogger("holdfast.engine.redis")
+
+_FIELDS: Final = {b"kind", b"at", b"worker", b"nonce", b"moves"}
 #: Values a job in entries that tell a caller's arguments as they came.
 _WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 10, "settled_for_ledger": 10}
 
@@ -21,13 +25,18 @@ _NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.
 def parse_feed_entry(entry: list[Any]) -> FeedEntry:
     """One stream entry as events, in the order in which they happened."""
     fields = as_dict(entry[1])
+    if not fields.keys() >= _FIELDS:
+        # Whoever wrote this, it was not us: it says nothing about our jobs, and must not stop the feed.
+        _log.error("entry %s of the feed is not one of holdfast's; skipped: %.200r", entry[0].decode(), fields)
+        return FeedEntry(entry[0].decode(), "", [])
     at_ms, worker = int(fields[b"at"]), fields[b"worker"].decode()
     kind = fields[b"kind"].decode()
     moves = _unpack(fields[b"moves"])
     if skipped := fields.get(b"skipped"):
         moves = _without(moves, set(_unpack(skipped)), _WIDTHS[kind])
     read = _READERS[kind]
-    return FeedEntry(entry[0].decode(), fields[b"nonce"].decode(), list(read(moves, at_ms, worker)))
+    events = list(read(moves, at_ms, worker))
+    return FeedEntry(entry[0].decode(), fields[b"nonce"].decode(), events, b"hurry" in fields)
 
 
 def _created(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
@@ -35,56 +44,61 @@ def _created(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
         *hold, how, ms = due.split() if " " in due else (*due.split(), "", "0")
         run_at_ms = at_ms + int(ms) if how == "in" else int(ms)
         state = State.WAITING_APPROVAL if hold else State.QUEUED
-        yield _creation(job_id, state, at_ms, task, payload, tenant, key, trace, meta, run_at_ms)
+        yield _creation(job_id, state, at_ms, tenant, task, payload, key, trace, meta, run_at_ms)
 
 
 def _created_plain(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for _, job_id, task, payload in _strides(moves, _WIDTHS["created_plain"]):
-        yield _creation(job_id, State.QUEUED, at_ms, task, payload, DEFAULT_TENANT, job_id, "", "")
+        yield _creation(job_id, State.QUEUED, at_ms, DEFAULT_TENANT, task, payload, job_id, "", "")
 
 
 def _creation(
     job_id: str,
     state: State,
     at_ms: int,
+    tenant: str,
     task: str,
     payload: str,
-    tenant: str,
     key: str,
     trace: str,
     meta_text: str,
     run_at_ms: int = 0,
 ) -> Event:
     meta = meta_from(meta_text)
+    data = {
+        "task": task,
+        "payload": payload,
+        "tenant_id": tenant or DEFAULT_TENANT,
+        "idempotency_key": key,
+        "trace_id": trace,
+        "priority": int(meta.priority),
+        "context": meta.context,
+        "run_at_ms": run_at_ms,
+    }
+    if meta_text:
+        data["meta"] = meta_text
     return Event(
         type=event_for(None, state),
         job_id=job_id,
         at_ms=at_ms,
+        tenant_id=tenant or DEFAULT_TENANT,
         to_state=state,
-        data={
-            "task": task,
-            "payload": payload,
-            "tenant_id": tenant or DEFAULT_TENANT,
-            "idempotency_key": key,
-            "trace_id": trace,
-            "priority": int(meta.priority),
-            "context": meta.context,
-            "run_at_ms": run_at_ms,
-        },
+        data=data,
     )
 
 
 def _claimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for job_id, head in _strides(moves, 2):
+    for job_id, head, tenant in _strides(moves, 3):
         state, attempts, retries = _head(head)
-        yield _claim(job_id, state, at_ms, worker, attempts + 1, retries)
+        yield _claim(job_id, state, at_ms, tenant, worker, attempts + 1, retries)
 
 
-def _claim(job_id: str, from_state: State, at_ms: int, worker: str, attempt: int, retries: int) -> Event:
+def _claim(job_id: str, from_state: State, at_ms: int, tenant: str, worker: str, attempt: int, retries: int) -> Event:
     return Event(
         type=event_for(from_state, State.RUNNING),
         job_id=job_id,
         at_ms=at_ms,
+        tenant_id=tenant or DEFAULT_TENANT,
         from_state=from_state,
         to_state=State.RUNNING,
         attempt=attempt,
@@ -94,18 +108,19 @@ def _claim(job_id: str, from_state: State, at_ms: int, worker: str, attempt: int
 
 
 def _retaken(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for job_id, head, deliveries, retries in moves:
+    for job_id, head, deliveries, retries, tenant in moves:
         _, attempts, _ = _head(head)
-        yield _claim(job_id, State.RETRYING, at_ms, worker, attempts + deliveries, int(retries))
+        yield _claim(job_id, State.RETRYING, at_ms, tenant, worker, attempts + deliveries, int(retries))
 
 
 def _reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for job_id, head, deliveries, owner, message_id, known_retries in moves:
+    for job_id, head, deliveries, owner, message_id, known_retries, tenant in moves:
         _, attempts, retries = _head(head)
         yield Event(
             type=event_for(State.RUNNING, State.RUNNING),
             job_id=job_id,
             at_ms=at_ms,
+            tenant_id=tenant or DEFAULT_TENANT,
             from_state=State.RUNNING,
             to_state=State.RUNNING,
             attempt=attempts + deliveries,
@@ -117,21 +132,23 @@ def _reclaimed(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
 
 
 def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for kind, job_id, *rest in moves:
+    letters: dict[str, dict[str, Any]] = {}
+    for kind, job_id, tenant, *rest in moves:
         match kind:
             case "created":
-                yield _creation(job_id, State.QUEUED, at_ms, *rest)
+                yield _creation(job_id, State.QUEUED, at_ms, tenant, *rest)
             case "claimed":
                 attempt, claimer = rest
-                yield _claim(job_id, State.QUEUED, at_ms, claimer, attempt, 0)
+                yield _claim(job_id, State.QUEUED, at_ms, tenant, claimer, attempt, 0)
             case "reclaimed":
-                *lease, taker = rest
-                yield from _reclaimed([[job_id, "", *lease, ""]], at_ms, taker)
+                *lease, taker, retries = rest
+                yield from _reclaimed([[job_id, "", *lease, retries, tenant]], at_ms, taker)
             case "duplicate":
                 yield Event(
                     type=DUPLICATE_EVENT,
                     job_id=job_id,
                     at_ms=at_ms,
+                    tenant_id=tenant or DEFAULT_TENANT,
                     worker=worker,
                     message="another message for a known job was dropped",
                     data={"message_id": rest[0]},
@@ -139,8 +156,11 @@ def _adopted(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
             case _:
                 to_state = State(kind)
                 from_state = _NEXT_FROM.get(to_state, State.QUEUED)
-                data = msgspec.json.decode(rest[0]) if rest else None
-                yield _step(job_id, from_state, to_state, at_ms, worker, data)
+                if rest:
+                    letters[job_id] = data = msgspec.json.decode(rest[0])
+                else:
+                    data = {"dlq_id": letters[job_id]["dlq_id"]}
+                yield _step(job_id, from_state, to_state, at_ms, tenant, worker, data)
 
 
 def _settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
@@ -148,8 +168,10 @@ def _settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for event in _settled_for_ledger(moves, at_ms, worker):
         yield event
         if event.to_state is State.DLQ_PENDING:
+            attempt, retries, tenant = event.attempt, event.retry_count, event.tenant_id
+            data = {"dlq_id": (event.data or {}).get("dlq_id", "")}
             for from_state, to_state in ((State.DLQ_PENDING, State.DLQ_RECORDED), (State.DLQ_RECORDED, State.FAILED)):
-                yield _step(event.job_id, from_state, to_state, at_ms, worker, None, event.attempt, event.retry_count)
+                yield _step(event.job_id, from_state, to_state, at_ms, tenant, worker, data, attempt, retries)
 
 
 def _settled_for_ledger(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
@@ -158,15 +180,57 @@ def _settled_for_ledger(moves: list[Any], at_ms: int, worker: str) -> Iterator[E
         details: dict[str, Any] = {}
         if data:
             details = {"result": data} if to_state is State.SUCCEEDED else msgspec.json.decode(data)
-        if to_state is State.RETRYING or (to_state is State.QUEUED and more[0]):
-            details["next_attempt_at_ms"] = at_ms + more[0]
-        yield _step(job_id, State.RUNNING, to_state, at_ms, worker, details or None, attempt, int(retries))
+        tenant = ""
+        if more:
+            delay_ms, _, _, letter, tenant = more
+            if to_state is State.RETRYING or (to_state is State.QUEUED and delay_ms):
+                details["next_attempt_at_ms"] = at_ms + delay_ms
+            elif to_state is State.DLQ_PENDING:
+                details |= _letter(letter)
+        yield _step(job_id, State.RUNNING, to_state, at_ms, tenant, worker, details or None, attempt, int(retries))
+
+
+def _letter(fields: list[str]) -> dict[str, Any]:
+    """What an event says of a dead letter beside its failure."""
+    said = dict(zip(fields[::2], fields[1::2], strict=True))
+    return {"dlq_id": said["dlq_id"], "history": msgspec.json.decode(said["history"])}
 
 
 def _moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
-    for job_id, from_state, target, attempt, retries, data in _strides(moves, 6):
+    for job_id, from_state, target, attempt, retries, data, tenant in _strides(moves, 7):
         details = msgspec.json.decode(data) if data else None
-        yield _step(job_id, State(from_state), State(target), at_ms, worker, details, int(attempt), int(retries))
+        states = State(from_state), State(target)
+        yield _step(job_id, *states, at_ms, tenant, worker, details, int(attempt), int(retries))
+
+
+def _restored(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for job_id, from_state, to_state, attempt, retries, due_at_ms, tenant in moves:
+        yield Event(
+            type=RESTORED_EVENT,
+            job_id=job_id,
+            at_ms=at_ms,
+            tenant_id=tenant or DEFAULT_TENANT,
+            from_state=State(from_state),
+            to_state=State(to_state),
+            attempt=attempt,
+            retry_count=int(retries),
+            message="the engine had lost it; put back as the ledger knows it",
+            data={"next_attempt_at_ms": due_at_ms} if due_at_ms else None,
+        )
+
+
+def _heartbeat(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    for job_id, head, deliveries, known_retries, tenant in _strides(moves, 5):
+        _, attempts, retries = _head(head)
+        yield Event(
+            type=HEARTBEAT_EVENT,
+            job_id=job_id,
+            at_ms=at_ms,
+            tenant_id=tenant or DEFAULT_TENANT,
+            attempt=attempts + deliveries,
+            retry_count=int(known_retries or retries),
+            worker=worker,
+        )
 
 
 def _step(
@@ -174,6 +238,7 @@ def _step(
     from_state: State,
     to_state: State,
     at_ms: int,
+    tenant: str,
     worker: str,
     data: dict[str, Any] | None,
     attempt: int = 0,
@@ -184,6 +249,7 @@ def _step(
         type=event_for(from_state, to_state),
         job_id=job_id,
         at_ms=at_ms,
+        tenant_id=tenant or DEFAULT_TENANT,
         from_state=from_state,
         to_state=to_state,
         attempt=attempt,
@@ -204,6 +270,8 @@ _READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
     "reclaimed": _reclaimed,
     "retaken": _retaken,
     "moved": _moved,
+    "restored": _restored,
+    "heartbeat": _heartbeat,
 }
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Envelope, Priority, Receipt
-from holdfast.engine.port import FEED_BEHIND, INTAKE_PAUSED, MAX_BATCH
+from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_PAUSED, MAX_BATCH
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import ConnectionLost, Lane
 from holdfast.engine.redis.keys import Keys
 from holdfast.engine.redis.store import Store
-from holdfast.errors import FeedFull, IntakeRefused
+from holdfast.errors import FeedFull, FeedUnread, IntakeRefused
 
 
 class Intake:
@@ -43,7 +43,9 @@ class Intake:
         names += [keys.job(envelope.job_id) for envelope in envelopes]
         width, jobs, key_names = _plain(envelopes) or _full(keys, envelopes)
         names += key_names
-        arguments = [store.nonce(), options.feed_limit, options.feed_max_bytes, len(envelopes), width, wire.pack(jobs)]
+        durable = [position for position, envelope in enumerate(envelopes, 1) if envelope.durable]
+        arguments = [store.nonce(), store.feed_limit, options.feed_max_bytes, len(envelopes), width, wire.pack(jobs)]
+        arguments += (int(options.ledger), wire.pack(durable) if durable else b"")
         try:
             reply = await store.run(Lane.SUBMIT, "submit", queue, names, arguments)
         except ConnectionLost:
@@ -56,7 +58,7 @@ class Intake:
         counts = self._store.counts
         if reply[0] != b"ok":
             counts.intake_refused += len(envelopes)
-            raise IntakeRefused(queue, INTAKE_PAUSED) if reply[0] == b"paused" else FeedFull(queue, FEED_BEHIND)
+            raise _REFUSALS[reply[0]](queue)
         receipts = [Receipt(envelope.job_id) for envelope in envelopes]
         counts.submitted += len(envelopes)
         for position, answer in zip(reply[2::2], reply[3::2], strict=True):
@@ -67,6 +69,11 @@ class Intake:
         return receipts
 
 
+_REFUSALS: Final[dict[bytes, Callable[[str], IntakeRefused]]] = {
+    b"paused": lambda queue: IntakeRefused(queue, INTAKE_PAUSED),
+    b"full": lambda queue: FeedFull(queue, FEED_BEHIND),
+    b"unread": lambda queue: FeedUnread(queue, FEED_UNREAD),
+}
 _NORMAL: Final = int(Priority.NORMAL)
 _Packing = tuple[int, list[Any], Collection[bytes]]
 

@@ -67,7 +67,7 @@ class Leases:
                 worker,
                 limit,
                 store.nonce(),
-                store.options.feed_limit,
+                store.feed_limit,
                 WAKE_GROUP,
                 *read_order(self._turn),
             ],
@@ -158,23 +158,30 @@ class Leases:
 
     # renew -----------------------------------------------------------------------------------------
 
-    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str]) -> list[Lease]:
         lost: list[Lease] = []
         groups: dict[tuple[str, str], list[Lease]] = {}
         for lease in leases:
             groups.setdefault((lease.queue, lease.worker), []).append(lease)
         for (queue, worker), group in groups.items():
             for start in range(0, len(group), MAX_BATCH):
-                lost += await self._renew(queue, worker, group[start : start + MAX_BATCH])
+                lost += await self._renew(queue, worker, group[start : start + MAX_BATCH], heartbeats)
         return lost
 
-    async def _renew(self, queue: str, worker: str, leases: Sequence[Lease]) -> list[Lease]:
-        arguments: list[Any] = [self._store.names.group, worker, len(leases)]
+    async def _renew(
+        self, queue: str, worker: str, leases: Sequence[Lease], heartbeats: Collection[str]
+    ) -> list[Lease]:
+        store, keys = self._store, self._store.keys(queue)
+        names = [*keys.streams, keys.feed, keys.control]
+        arguments: list[Any] = [store.names.group, worker, len(leases), store.nonce(), store.feed_limit]
         for lease in leases:
             line, _, message_id = lease.place.partition(":")
-            arguments += (line, message_id, lease.deliveries)
-        keys = self._store.keys(queue)
-        positions = await self._store.run(Lane.OTHER, "renew", queue, keys.streams, arguments)
+            record = 0
+            if heartbeats and lease.token in heartbeats:
+                names.append(keys.job(lease.job_id))
+                record = len(names)
+            arguments += (line, message_id, lease.deliveries, record)
+        positions = await store.run(Lane.OTHER, "renew", queue, names, arguments)
         return [leases[position - 1] for position in positions]
 
     # reclaim ---------------------------------------------------------------------------------------
@@ -194,7 +201,7 @@ class Leases:
                 store.names.group,
                 worker,
                 store.nonce(),
-                store.options.feed_limit,
+                store.feed_limit,
                 store.options.visibility_timeout_ms,
                 int(store.has_autoclaim),
                 len(lost),
@@ -239,7 +246,7 @@ class Leases:
                 keys.waiting,
                 *(keys.job(job_id.decode()) for job_id in due),
             ],
-            [store.names.group, worker, store.nonce(), store.options.feed_limit, len(due), *due],
+            [store.names.group, worker, store.nonce(), store.feed_limit, len(due), *due],
         )
         if reply[0] == b"paused":
             return []

@@ -76,13 +76,13 @@ class Operators:
         arguments: list[Any] = [
             store.names.group,
             store.nonce(),
-            options.feed_limit,
+            store.feed_limit,
             job_id,
             to.value,
             expected.value if expected else "",
             looked[0][0].partition(b"\n")[0],
             wire.encode_body(body),
-            msgspec.json.encode(_data(failure, to, actor, reason)),
+            msgspec.json.encode(_data(body, failure, to, actor, reason, now_ms)),
             options.finished_ttl_ms,
             options.result_limit,
             int(options.ledger),
@@ -95,6 +95,8 @@ class Operators:
             meta.retry_count,
             wire.failure_text(failure) if failure else reason,
             _lease_seen(looked[0]),
+            view.tenant_id,
+            msgspec.json.encode({"dlq_id": meta.dlq_id}),
         ]
         names = [*fixed_keys(keys), keys.wake, keys.job(job_id), key]
         answer: list[bytes] = await store.run(Lane.OTHER, "move", queue, names, arguments)
@@ -137,8 +139,13 @@ def _failure(view: JobView, to: State, actor: str, reason: str) -> Failure | Non
     return view.failure if to is not State.QUEUED else None
 
 
-def _data(failure: Failure | None, to: State, actor: str, reason: str) -> dict[str, Any]:
+def _data(body: wire.Body, failure: Failure | None, to: State, actor: str, reason: str, now_ms: int) -> dict[str, Any]:
     data: dict[str, Any] = {"actor": actor, "reason": reason}
+    meta = wire.meta_from(body.meta)
     if to is State.DLQ_PENDING and failure:
-        data |= {"code": failure.code, "message": failure.message}
+        data |= wire.failure_fields(failure) | {"dlq_id": meta.dlq_id, "history": meta.history}
+    elif to in (State.DLQ_RECORDED, State.FAILED):
+        data["dlq_id"] = meta.dlq_id
+    elif to is State.QUEUED and int(body.run_at) > now_ms:
+        data["next_attempt_at_ms"] = int(body.run_at)
     return data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -154,18 +154,25 @@ class Readers:
 
     # The feed --------------------------------------------------------------------------------------
 
-    async def feed(self, queue: str, after: str, limit: int) -> list[FeedEntry]:
-        start = "-"
-        if after:
-            # Not "(": that needs Redis 6.2.
-            instant, _, sequence = after.partition("-")
-            start = f"{instant}-{int(sequence or 0) + 1}"
-        command = (b"XRANGE", self._store.keys(queue).feed, start, b"+", b"COUNT", limit)
+    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+        command = (b"XRANGE", self._store.keys(queue).feed, start or b"-", b"+", b"COUNT", limit)
         return [parse_feed_entry(entry) for entry in await self._store.client.call(Lane.OTHER, *command)]
+
+    async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
+        if not positions:
+            return []
+        queues = {self._store.keys(queue).feed: queue for queue in positions}
+        # BLOCK 0 would block for ever.
+        block = (b"BLOCK", wait_ms) if wait_ms > 0 else ()
+        after = (position or "0-0" for position in positions.values())
+        command = (b"XREAD", b"COUNT", 1, *block, b"STREAMS", *queues, *after)
+        reply = await self._store.client.call_apart(*command, blocks_s=max(0, wait_ms) / 1000)
+        return [queues[stream] for stream, _ in reply or ()]
 
     async def register_reader(self, queue: str) -> None:
         keys = self._store.keys(queue)
-        await self._store.introduce(queue)
+        # After a wipe, too: `again`.
+        await self._store.introduce(queue, again=True)
         await self._store.run(Lane.OTHER, "control", queue, [keys.control, keys.notices, keys.wake], ["reader", "1"])
 
     async def forget(self, queue: str, position: str) -> None:
@@ -183,10 +190,11 @@ class Readers:
         for queue in queues:
             keys = store.keys(queue)
             count += await self._trim(keys.result, f"{oldest_result}-0")
-            arguments = [oldest_entry, int(store.has_autoclaim)]
-            count += await store.run(Lane.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
-            arguments = [store.names.group, "", enough, PARKING]
-            count += await store.run(Lane.OTHER, "leave", queue, [*keys.streams, keys.workers], arguments)
+            if not store.options.ledger:
+                arguments = [oldest_entry, int(store.has_autoclaim)]
+                count += await store.run(Lane.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
+            names, parameters = [*keys.streams, keys.workers], [store.names.group, "", enough, PARKING]
+            count += await store.run(Lane.OTHER, "leave", queue, names, parameters)
         return count
 
     async def _trim(self, stream: bytes, position: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import Claim, new_job_ids
+from holdfast.core.job import DEFAULT_TENANT, Claim, new_job_ids
 from holdfast.core.states import State
 from holdfast.core.verdict import (
     TARGETS,
@@ -81,14 +81,15 @@ class Settling:
                 key_index = count + len(expiring)
                 age_ms = settlement.finished_at_ms - claim.created_at_ms
                 keep_ms = min(options.idempotency_window_ms, max(1, options.idempotency_window_ms - age_ms))
+            tenant = "" if claim.tenant_id == DEFAULT_TENANT else claim.tenant_id
             if type(settlement.verdict) is Succeed:
                 target, body, data, retries = _success(claim, settlement.verdict.result, settlement.finished_at_ms)
-                more: Any = (0, key_index, keep_ms) if key_index else 0
+                more: Any = (0, key_index, keep_ms, 0, tenant) if key_index or tenant else 0
             else:
-                target, body, data, retries, delay_ms, letter = _other_verdict(settlement)
+                target, body, data, retries, delay_ms, letter = _other_verdict(settlement, options.ledger)
                 if parking and target == State.RETRYING:
                     delay_ms = max(delay_ms, options.pending_idle_ms)
-                more = (delay_ms, key_index, keep_ms, letter)
+                more = (delay_ms, key_index, keep_ms, letter, tenant)
             bodies.append(body)
             jobs += (int(line), message_id, lease.deliveries, lease.token, lease.job_id, target, data)
             jobs += (claim.attempt, retries, more)
@@ -96,7 +97,7 @@ class Settling:
             store.names.group,
             worker,
             store.nonce(),
-            options.feed_limit,
+            store.feed_limit,
             count,
             options.finished_ttl_ms,
             options.result_limit,
@@ -163,15 +164,21 @@ def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...
     return "succeeded", wire.encode_body(body), text, retries
 
 
-def _other_verdict(settlement: Settlement) -> tuple[Any, ...]:
-    """Target, body, data, retry count, delay, fields of a dead letter."""
+def _other_verdict(settlement: Settlement, ledger: bool) -> tuple[Any, ...]:
+    """Target, body, data, retry count, delay, fields of a dead letter (with a ledger, only what the feed needs)."""
     claim, verdict = settlement.claim, settlement.verdict
     meta = advance(claim, verdict, settlement.finished_at_ms)
     attempts, delay_ms, failure, data, letter = claim.attempt, 0, "", "", []
-    if isinstance(verdict, RetryLater | DeadLetter | Suspend):
-        data = failure = wire.failure_text(verdict.failure)
-    elif isinstance(verdict, Hold | Release):
-        data = wire.encode_json({"message": verdict.message}).decode()
+    match verdict:
+        case RetryLater():
+            failure = wire.failure_text(verdict.failure)
+            data = wire.encode_json(wire.failure_fields(verdict.failure) | {"counted": verdict.counts}).decode()
+        case DeadLetter() | Suspend():
+            data = failure = wire.failure_text(verdict.failure)
+        case Hold():
+            data = wire.encode_json({"message": verdict.message}).decode()
+        case Release():
+            data = wire.encode_json({"message": verdict.message, "started": verdict.started}).decode()
     if isinstance(verdict, RetryLater | Release):
         delay_ms = verdict.delay_ms
     if isinstance(verdict, Release) and not verdict.started:
@@ -187,6 +194,10 @@ def _other_verdict(settlement: Settlement) -> tuple[Any, ...]:
         deliveries=claim.lease.deliveries,
     )
     if isinstance(verdict, DeadLetter):
-        letter = wire.dead_letter_fields(claim.job_id, body, verdict.failure, meta.dlq_id)
+        letter = (
+            ["dlq_id", meta.dlq_id, "history", wire.history_text(meta)]
+            if ledger
+            else wire.dead_letter_fields(claim.job_id, body, verdict.failure, meta.dlq_id)
+        )
     target = TARGETS[type(verdict)].value
     return target, wire.encode_body(body), data, str(meta.retry_count), delay_ms, letter

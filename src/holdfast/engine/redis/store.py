@@ -16,6 +16,7 @@ from holdfast.observe.counts import Counts
 _AUTOCLAIM_SINCE = (6, 2)
 #: How long a queue counts as introduced.
 _KNOWN_S: Final = 60.0
+_UNBOUNDED: Final = 10**15
 
 
 @cache
@@ -47,6 +48,11 @@ class Store:
             keys = self._keys[queue] = Keys(queue, self.names)
         return keys
 
+    @property
+    def feed_limit(self) -> int:
+        """Entries kept while no reader is registered. A ledger wants all: after a wipe, work goes on before one is."""
+        return _UNBOUNDED if self.options.ledger else self.options.feed_limit
+
     def parking(self, queue: str) -> str:
         """The consumer that holds the queue's waiting retries; empty if they wait in a set."""
         return PARKING if self.options.retry_via.get(queue) is RetryVia.PENDING else ""
@@ -67,10 +73,10 @@ class Store:
         seconds, microseconds = await self.client.call(Lane.OTHER, b"TIME")
         return int(seconds) * 1000 + int(microseconds) // 1000
 
-    async def introduce(self, queue: str) -> None:
+    async def introduce(self, queue: str, *, again: bool = False) -> None:
         """Make the queue known to `queues`; now and then again, since a store that was wiped has forgotten it."""
         now = time.monotonic()
-        if self._known.get(queue, 0.0) < now:
+        if again or self._known.get(queue, 0.0) < now:
             await self.client.run(Lane.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
             self._known[queue] = now + _KNOWN_S
 

@@ -185,7 +185,7 @@ def _foreign_meta(fields: Mapping[bytes, bytes], line: int) -> Meta:
     return Meta(priority=line, max_retries=retries, context=values)
 
 
-def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, failure: Failure) -> Body:
+def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, failure: Failure, dlq_id: str) -> Body:
     """The record of a foreign message that cannot become a job: all of its raw fields, as text."""
     raw = {printable(name): printable(value) for name, value in fields.items()}
     return Body(
@@ -194,7 +194,7 @@ def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, fa
         tenant_id=printable(fields.get(b"tenant_id", b""))[:_MAX_ID] or DEFAULT_TENANT,
         idempotency_key="",
         trace_id=printable(fields.get(b"trace_id", b""))[:_MAX_ID],
-        meta="",
+        meta=meta_text(Meta(dlq_id=dlq_id)),
         attempts="0",
         retries="0",
         created_at=entry_id.split(b"-")[0].decode(),
@@ -210,6 +210,17 @@ pack: Final = msgspec.msgpack.Encoder().encode
 def failure_text(failure: Failure) -> str:
     """A failure as it travels."""
     return encode_json(failure).decode()
+
+
+def failure_fields(failure: Failure) -> dict[str, Any]:
+    """A failure among the data of an event."""
+    fields: dict[str, Any] = msgspec.to_builtins(failure)
+    return fields
+
+
+def history_text(meta: Meta) -> str:
+    """The attempts so far, as a dead letter tells them."""
+    return encode_json(meta.history).decode()
 
 
 def malformed(reason: str) -> Failure:
@@ -264,7 +275,7 @@ def dead_letter_fields(job_id: str, body: Body, failure: Failure, dlq_id: str) -
         "stack": failure.stack,
         "retry_count": body.retries,
         "attempt": body.attempts,
-        "history": msgspec.json.encode(meta.history).decode(),
+        "history": history_text(meta),
         "tenant_id": body.tenant_id,
         "trace_id": body.trace_id,
         "idempotency_key": body.idempotency_key,

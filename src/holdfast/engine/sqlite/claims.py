@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from holdfast.core.job import Claim, Failure, Lease, read_order
-from holdfast.core.states import State, event_for
+from holdfast.core.states import HEARTBEAT_EVENT, State, event_for
 from holdfast.core.verdict import POISON_PILL, Answer, DeadLetter, advance
 from holdfast.engine.port import Promotion
 from holdfast.engine.sqlite.journal import Journal
@@ -139,23 +139,38 @@ def promote(transaction: Transaction, policy: Policy, queues: Sequence[str], lim
     return Promotion(count, next_due or 0, now_ms)
 
 
-def renew(transaction: Transaction, policy: Policy, leases: Sequence[Lease]) -> list[Lease]:
-    """Push deadlines out; the leases that are lost."""
+def renew(
+    transaction: Transaction, policy: Policy, leases: Sequence[Lease], heartbeats: Collection[str]
+) -> list[Lease]:
+    """Push deadlines out; the leases that are lost. Those named in `heartbeats` leave an event."""
     ids = [row_of(lease) for lease in leases]
     rows = {row.id: row for row in transaction.rows("leases", LEASE_ROWS, ids=json_list(ids))}
     lost: list[Lease] = []
     held: dict[int, tuple[Value, ...]] = {}
+    beating: dict[str, list[int]] = {}
     for lease, row_id in zip(leases, ids, strict=True):
         row = rows.get(row_id)
         if row is None or row.fence(lease, lease.token) is not Answer.APPLIED:
             lost.append(lease)
         else:
             held[row.id] = (row.id, row.place, row.deliveries, row.worker)
+            if lease.token in heartbeats:
+                beating.setdefault(row.queue, []).append(row.id)
     if held:
         until = policy.clock.now_ms() + policy.options.visibility_timeout_ms
         _, count = transaction.bulk("renew", list(held.values()), before=(until,))
         expect(count, len(held), "renew")
+    for queue, beats in beating.items():
+        _beat(transaction, policy, queue, sorted(set(beats)))
     return lost
+
+
+def _beat(transaction: Transaction, policy: Policy, queue: str, ids: Sequence[int]) -> None:
+    now_ms, listed = policy.clock.now_ms(), json_list(ids)
+    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal.wrote(*transaction.add("heartbeat_events", ids=listed, type=HEARTBEAT_EVENT, now=now_ms))
+    expect(transaction.run("heartbeat", ids=listed, now=now_ms), len(ids), "heartbeat")
+    journal.close()
 
 
 def reclaim(transaction: Transaction, policy: Policy, worker: str, queues: Sequence[str], limit: int) -> Taken:
@@ -207,8 +222,6 @@ def _take_over(
 def _reclaimed(row: WorkRow, claim: Claim) -> tuple[Value, ...]:
     data = {"old_worker": row.worker, "new_worker": claim.lease.worker, "message_id": claim.lease.place}
     return (
-        row.tenant_id,
-        row.job_id,
         row.id,
         row.last_seq + 1,
         _RECLAIMED,

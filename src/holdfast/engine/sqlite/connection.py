@@ -1,20 +1,22 @@
 """Connections to one SQLite file, and what its errors mean for a caller.
 
-No `sqlite3` error leaves this package: each becomes an `EngineUnavailable` that says what to do (the file is
-locked, full, read-only, damaged, gone), or an `InvalidOption` for a file that is not ours.
+No `sqlite3` error leaves this package: each becomes an `EngineUnavailable` (for a ledger's file a `LedgerUnavailable`)
+that says what to do (the file is locked, full, read-only, damaged, gone), or an `InvalidOption` for a file that is not
+ours.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from holdfast.engine.sqlite.statements import statement
-from holdfast.errors import EngineUnavailable, HoldfastError, InvalidOption
+from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch, Unavailable
 
-#: Version of `sql/schema.sql`; a file that was written under another is refused.
-SCHEMA_VERSION: Final = 1
+#: Version of the whole file, `sql/schema.sql` and the ledger's tables; `upgrade.py` brings older files to it.
+SCHEMA_VERSION: Final = 2
 #: "hold" in ASCII: tells our files from other programs'.
 APPLICATION_ID: Final = 0x686F6C64
 
@@ -40,9 +42,13 @@ _ADVICE: Final = {
 }
 
 
-def open_writer(path: Path, *, durable: bool = True) -> sqlite3.Connection:
-    """The one connection of this process that writes; makes the schema in an empty file."""
-    connection = _connect(path)
+#: Makes the schema in an empty file, and looks at the one that is there. Runs under the turnstile.
+Prepare = Callable[[sqlite3.Connection, Path], None]
+
+
+def open_writer(path: Path, prepare: Prepare, *, durable: bool = True) -> sqlite3.Connection:
+    """The one connection of this process that writes, to a file with its schema in place."""
+    connection = connect(path)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
@@ -50,7 +56,7 @@ def open_writer(path: Path, *, durable: bool = True) -> sqlite3.Connection:
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
         connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         connection.execute("PRAGMA temp_store = MEMORY")
-        _prepare_schema(connection, path)
+        prepare(connection, path)
     except BaseException:
         connection.close()
         raise
@@ -59,18 +65,22 @@ def open_writer(path: Path, *, durable: bool = True) -> sqlite3.Connection:
 
 def open_reader(path: Path) -> sqlite3.Connection:
     """A connection that cannot write."""
-    connection = _connect(path)
+    connection = connect(path)
     connection.execute("PRAGMA query_only = ON")
     return connection
 
 
-def translate(error: sqlite3.Error, path: Path) -> HoldfastError:
+def translate(
+    error: sqlite3.Error | OSError, path: Path, unavailable: type[Unavailable] = EngineUnavailable
+) -> Unavailable:
     """The error that a caller gets instead."""
+    if isinstance(error, OSError):
+        return unavailable(f"the database {path}: {error}; check the file and its directory")
     name = getattr(error, "sqlite_errorname", None) or ""
     for code, advice in _ADVICE.items():
         if name.startswith(code):
-            return EngineUnavailable(f"the database {path}: {error}; {advice}")
-    return EngineUnavailable(f"the database {path} does not answer: {error}; `holdfast doctor` may tell why")
+            return unavailable(f"the database {path}: {error}; {advice}")
+    return unavailable(f"the database {path} does not answer: {error}; `holdfast doctor` may tell why")
 
 
 def is_lost(error: sqlite3.Error) -> bool:
@@ -79,7 +89,8 @@ def is_lost(error: sqlite3.Error) -> bool:
     return name.startswith(("SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN"))
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection without a transaction of its own making."""
     return sqlite3.connect(
         path,
         timeout=BUSY_TIMEOUT_MS / 1000,
@@ -90,14 +101,15 @@ def _connect(path: Path) -> sqlite3.Connection:
     )
 
 
-def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
+def prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """The engine's, and that of the ledger in the same file."""
     if _is_current(connection, path):
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
         # Looked at again: another process may have been faster.
         if not _is_current(connection, path):
-            _create_schema(connection)
+            create_schema(connection)
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
@@ -106,10 +118,18 @@ def _prepare_schema(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _is_current(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the schema is there; raises if it is somebody else's."""
+    """Whether the schema is there; raises if it is somebody else's, or of another release."""
+    version = version_of(connection, path)
+    if version is not None and version < SCHEMA_VERSION:
+        raise SchemaMismatch(str(path), str(version), str(SCHEMA_VERSION))
+    return version is not None
+
+
+def version_of(connection: sqlite3.Connection, path: Path) -> int | None:
+    """The version of the schema in the file, None if it is empty; raises if it is not for us to touch."""
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     if not tables:
-        return False
+        return None
     (owner,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if owner != APPLICATION_ID:
@@ -119,15 +139,14 @@ def _is_current(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path} was written by a newer holdfast (schema {version}, this one knows {SCHEMA_VERSION}); "
             "upgrade this one"
         )
-    if version < SCHEMA_VERSION:
-        raise InvalidOption(
-            f"{path} was written by an older holdfast (schema {version}, this one wants {SCHEMA_VERSION}); "
-            "migrate it first"
-        )
-    return True
+    return int(version)
 
 
-def _create_schema(connection: sqlite3.Connection) -> None:
+def create_schema(connection: sqlite3.Connection) -> None:
+    """All of it; in a transaction, which the caller commits."""
+    # Imported here: only who makes a file needs SQLAlchemy.
+    from holdfast.engine.sqlite import ledger_tables
+
     # Not executescript: that would commit the transaction which keeps two processes from creating it twice.
     pending = ""
     for line in statement("schema").splitlines():
@@ -135,5 +154,7 @@ def _create_schema(connection: sqlite3.Connection) -> None:
         if sqlite3.complete_statement(pending):
             connection.execute(pending)
             pending = ""
+    for table in ledger_tables.statements():
+        connection.execute(table)
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")

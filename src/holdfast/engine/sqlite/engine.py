@@ -8,9 +8,9 @@ writer rings a bell here when a commit brings work, in this process or in anothe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -28,21 +28,25 @@ from holdfast.engine.port import (
     EngineOptions,
     FeedEntry,
     Finding,
+    KnownKey,
     Notice,
     Promotion,
     QueueStats,
+    Survey,
     feed_finding,
 )
-from holdfast.engine.sqlite import claims, intake, operating, settling, upkeep
+from holdfast.engine.sqlite import claims, intake, operating, restoring, settling, upkeep
 from holdfast.engine.sqlite.batches import all_of, in_order, steps_of
 from holdfast.engine.sqlite.doctor import examine
 from holdfast.engine.sqlite.policy import Policy
 from holdfast.engine.sqlite.rows import CONTROL, EVENT_ROWS, INSTANT, NAMES, VIEW_ROWS, as_entries
 from holdfast.engine.sqlite.store import Place, Store
-from holdfast.engine.sqlite.transaction import json_list
+from holdfast.engine.sqlite.transaction import Transaction, json_list
 from holdfast.engine.tally import count_answers
 from holdfast.errors import IntakeRefused, TransitionInvalid
 from holdfast.observe.counts import Counts
+
+T = TypeVar("T")
 
 #: How often to look at the engine's clock while a job is known to fall due: it may be a test's.
 _TICK_S: Final = 0.05
@@ -87,6 +91,15 @@ class SqliteEngine(Engine):
         twin = SqliteEngine.__new__(SqliteEngine)
         twin._set_up(self._store.place, self._policy)
         return twin
+
+    @property
+    def place(self) -> Place:
+        """Where the database is; who holds this keeps a temporary one alive."""
+        return self._store.place
+
+    async def write(self, work: Callable[[Transaction], T], *, lazy: bool = False) -> T:
+        """Run somebody else's SQL in the writer's transaction; its result, once that is committed."""
+        return await self._store.write(work, lazy=lazy)
 
     # A job's life ----------------------------------------------------------------------------------
 
@@ -163,10 +176,11 @@ class SqliteEngine(Engine):
         count_answers(self.counts, settlements, answers)
         return answers
 
-    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
         lost: list[Lease] = []
         for start in range(0, len(leases), MAX_BATCH):
-            lost += await self._store.write(claims.renew, self._policy, leases[start : start + MAX_BATCH])
+            some = leases[start : start + MAX_BATCH]
+            lost += await self._store.write(claims.renew, self._policy, some, heartbeats)
         return lost
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
@@ -297,23 +311,61 @@ class SqliteEngine(Engine):
     async def register_reader(self, queue: str) -> None:
         await self._store.write(upkeep.register_reader, self._policy, queue)
 
-    async def feed(self, queue: str, after: str, limit: int) -> list[FeedEntry]:
-        position = upkeep.parse_position(after)
-        rows = await self._store.reader.rows("feed", EVENT_ROWS, queue=queue, after=position, limit=max(0, limit))
+    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+        position = upkeep.parse_position(start)
+        rows = await self._store.reader.rows("feed", EVENT_ROWS, queue=queue, start=position, limit=max(0, limit))
         return as_entries(rows)
+
+    async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_ms / 1000
+        asked = json_list([(queue, upkeep.parse_position(position)) for queue, position in positions.items()])
+        with self._store.waiters.for_feeds(list(positions)) as bell:
+            while True:
+                bell.clear()
+                queues = await self._store.reader.rows("fed", NAMES, positions=asked)
+                if queues or loop.time() >= deadline:
+                    return queues
+                await bell.wait(deadline - loop.time())
 
     async def forget(self, queue: str, position: str) -> None:
         await self._store.write(upkeep.forget, queue, position)
 
+    async def survey(self, queue: str, job_ids: Sequence[str]) -> Survey:
+        return await restoring.survey(self._store.reader, self._policy, queue, job_ids)
+
+    async def restore(self, queue: str, cut: Survey, jobs: Sequence[JobView]) -> list[bool]:
+        restoring.check_jobs(jobs)
+        return await self._store.write(restoring.restore, self._policy, queue, cut, jobs)
+
+    async def remember_keys(self, queue: str, keys: Sequence[KnownKey]) -> None:
+        for start in range(0, len(keys), MAX_BATCH):
+            await self._store.write(restoring.remember_keys, queue, keys[start : start + MAX_BATCH])
+
     async def prune(self, queues: Sequence[str]) -> int:
-        count = 0
+        count = await self._prune_all(upkeep.prune_effects)
         for queue in queues:
-            for step in (upkeep.prune_jobs, upkeep.prune_keys):
-                while gone := await self._store.write(step, self._policy, queue, lazy=True):
-                    count += gone
-                    if gone < upkeep.PRUNE_BATCH:
-                        break
+            count += await self._prune_jobs(queue)
+            count += await self._prune_all(upkeep.prune_keys, queue)
             count += await self._store.write(upkeep.prune_rest, self._policy, queue)
+        return count
+
+    async def _prune_jobs(self, queue: str) -> int:
+        count = 0
+        while found := await upkeep.expired_jobs(self._store.reader, self._policy, queue):
+            gone = await self._store.write(upkeep.prune_jobs, self._policy, queue, found)
+            count += gone
+            if gone < upkeep.PRUNE_BATCH:
+                break
+        return count
+
+    async def _prune_all(self, step: Callable[..., int], *arguments: str) -> int:
+        """In small transactions, between which others get their turn."""
+        count = 0
+        while gone := await self._store.write(step, self._policy, *arguments, lazy=True):
+            count += gone
+            if gone < upkeep.PRUNE_BATCH:
+                break
         return count
 
 

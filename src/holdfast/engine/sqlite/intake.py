@@ -9,12 +9,12 @@ import msgspec
 
 from holdfast.core.job import Envelope, Priority, Receipt
 from holdfast.core.states import State
-from holdfast.engine.port import FEED_BEHIND, INTAKE_PAUSED
+from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_PAUSED
 from holdfast.engine.sqlite.journal import Journal, notify_due
 from holdfast.engine.sqlite.policy import Policy
 from holdfast.engine.sqlite.rows import encode_meta
 from holdfast.engine.sqlite.transaction import Transaction, Value, expect, json_list
-from holdfast.errors import FeedFull, IntakeRefused, InvalidOption, InvalidPayload
+from holdfast.errors import FeedFull, FeedUnread, IntakeRefused, InvalidOption, InvalidPayload
 
 _PRIORITIES: Final = frozenset(int(priority) for priority in Priority)
 
@@ -35,6 +35,7 @@ class KnownKey(msgspec.Struct, array_like=True, frozen=True):
 
 class Known(msgspec.Struct, array_like=True, frozen=True):
     intake_paused: int
+    has_reader: int
     unread_bytes: int | None
     jobs: list[KnownJob]
     keys: list[KnownKey]
@@ -86,6 +87,8 @@ def _look_up(transaction: Transaction, policy: Policy, queue: str, envelopes: Se
 def _check_intake(known: Known, policy: Policy, queue: str) -> None:
     if known.intake_paused:
         raise IntakeRefused(queue, INTAKE_PAUSED)
+    if policy.options.ledger and not known.has_reader:
+        raise FeedUnread(queue, FEED_UNREAD)
     limit = policy.options.feed_max_bytes
     if known.unread_bytes is not None and known.unread_bytes > limit:
         raise FeedFull(queue, FEED_BEHIND)
@@ -121,7 +124,8 @@ def _write(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequ
         expires_at = now_ms + policy.options.idempotency_window_ms
         transaction.bulk("submit_keys", keys, before=(queue, expires_at))
     transaction.run("use_queue", queue=queue)
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    hurry = any(envelope.durable for envelope in envelopes)
+    journal = Journal(transaction, queue, policy.options.feed_limit, hurry=hurry)
     size = sum(len(envelope.payload) for envelope in envelopes)
     journal.wrote(*transaction.add("submit_events", first=last - count + 1, last=last), size)
     journal.close()

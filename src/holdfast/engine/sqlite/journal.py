@@ -17,8 +17,9 @@ _TRIM_SHARE: Final = 8
 class Journal:
     """The events of one step, which are consecutive; `close` makes them one entry of the feed."""
 
-    def __init__(self, transaction: Transaction, queue: str, feed_limit: int) -> None:
+    def __init__(self, transaction: Transaction, queue: str, feed_limit: int, *, hurry: bool = False) -> None:
         self._transaction = transaction
+        self._hurry = hurry
         self._queue = queue
         self._feed_limit = feed_limit
         self._last = 0
@@ -42,7 +43,9 @@ class Journal:
             last=self._last,
             nonce=os.urandom(6).hex(),
             bytes=self._bytes,
+            hurry=int(self._hurry),
         )
+        self._transaction.effects.fed.add(self._queue)
         self._trim()
 
     def _trim(self) -> None:

@@ -23,6 +23,9 @@ LAST_ERROR_LIMIT: Final = 2_000
 #: What the steps behind `dlq_pending` are, when nobody else makes them.
 _TO_THE_END: Final = (State.DLQ_RECORDED, State.FAILED)
 
+#: A job in one of these has a dead letter.
+_BURIED: Final = frozenset({State.DLQ_PENDING, *_TO_THE_END})
+
 _encoder: Final = msgspec.json.Encoder()
 
 
@@ -94,8 +97,10 @@ class Moves:
         self._moves.append(move)
         dead = move.to is State.DLQ_PENDING and not self._policy.options.ledger
         steps = (move.to, *_TO_THE_END) if dead else (move.to,)
-        dlq_id = new_job_ids(1)[0] if dead else ""
-        meta = msgspec.structs.replace(move.meta, dlq_id=dlq_id) if dead else move.meta
+        meta = move.meta
+        if move.to is State.DLQ_PENDING:
+            meta = msgspec.structs.replace(meta, dlq_id=new_job_ids(1)[0])
+        dlq_id = meta.dlq_id if move.to in _BURIED else ""
         self._add_events(move, meta, steps, dlq_id)
         self._changes.append(self._change(move, meta, len(steps), dlq_id))
         if dead:
@@ -116,7 +121,7 @@ class Moves:
 
     def _bury(self) -> None:
         if self._policy.stream_dlq:
-            self._transaction.bulk("dead_letters", self._dead, before=(self._now_ms, self._queue))
+            self._transaction.bulk("dead_letters", self._dead, before=(self._now_ms, self._now_ms, self._queue))
         ids = json_list(self._dead_ids)
         for step in ("record", "fail"):
             expect(self._transaction.run(step, ids=ids, now=self._now_ms), len(self._dead_ids), step)
@@ -136,12 +141,10 @@ class Moves:
 
     def _add_events(self, move: Move, meta: Meta, steps: Sequence[State], dlq_id: str) -> None:
         from_state, job = move.job.state, move.job
-        data, message = _details(move, dlq_id), move.message or (move.failure.message if move.failure else "")
+        data, message = _details(move, meta, dlq_id), move.message or (move.failure.message if move.failure else "")
         for seq, to_state in enumerate(steps, job.last_seq + 1):
             self._events.append(
                 (
-                    job.tenant_id,
-                    job.job_id,
                     job.id,
                     seq,
                     event_for(from_state, to_state),
@@ -158,7 +161,7 @@ class Moves:
             from_state, message, data = to_state, "", _encode({"dlq_id": dlq_id})
 
     def _change(self, move: Move, meta: Meta, events: int, dlq_id: str) -> tuple[Value, ...]:
-        failure, due_at = move.failure, move.due_at_ms
+        due_at = move.due_at_ms
         return (
             move.job.id,
             move.job.state.value,
@@ -167,9 +170,7 @@ class Moves:
             move.to.value,
             move.attempt,
             encode_meta(meta),
-            failure.code if failure else None,
-            _last_error(failure) if failure else None,
-            f"the job failed with {failure.code}" if failure else None,
+            *error_columns(move.failure),
             self._now_ms if move.in_line else None,
             None if move.pending else due_at,
             due_at if move.pending else None,
@@ -181,14 +182,24 @@ class Moves:
         )
 
 
-def _details(move: Move, dlq_id: str) -> str | None:
+def error_columns(failure: Failure | None) -> tuple[str | None, str | None, str | None]:
+    """A failure as error_code, last_error, error_message."""
+    if failure is None:
+        return None, None, None
+    return failure.code, _last_error(failure), f"the job failed with {failure.code}"
+
+
+def _details(move: Move, meta: Meta, dlq_id: str) -> str | None:
     data: dict[str, Any] = dict(move.data or {})
-    if move.failure is not None:
-        data |= msgspec.structs.asdict(move.failure)
+    # An operator's move tells the operator's reasons, not what the job failed with before.
+    if move.failure is not None and (move.to is State.DLQ_PENDING or "actor" not in data):
+        data |= {name: text for name, text in msgspec.structs.asdict(move.failure).items() if text}
     if move.due_at_ms is not None:
         data["next_attempt_at_ms"] = move.due_at_ms
     if dlq_id:
         data["dlq_id"] = dlq_id
+    if move.to is State.DLQ_PENDING:
+        data["history"] = meta.history
     return _encode(data) if data else None
 
 

@@ -64,7 +64,6 @@ def _move(row: WorkRow, to: State, actor: str, reason: str, now_ms: int) -> Move
         to=to,
         meta=_meta(row, to),
         attempt=row.attempt,
-        worker=row.worker or "",
         message=reason,
         data={"actor": actor, "reason": reason},
         failure=_failure(row, to, actor, reason),

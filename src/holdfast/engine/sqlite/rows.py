@@ -60,7 +60,7 @@ class WorkRow(msgspec.Struct, array_like=True, frozen=True):
             self.job_type,
             self.payload.encode(),
             self.tenant_id,
-            self.idempotency_key,
+            self.idempotency_key or self.job_id,
             self.trace_id,
             attempt,
             self.created_at,
@@ -132,7 +132,7 @@ class ViewRow(msgspec.Struct, array_like=True, frozen=True):
             state=self.state,
             attempt=self.attempt,
             payload=self.payload.encode(),
-            idempotency_key=self.idempotency_key,
+            idempotency_key=self.idempotency_key or self.job_id,
             trace_id=self.trace_id,
             meta=meta,
             created_at_ms=self.created_at,
@@ -153,42 +153,16 @@ class ViewRow(msgspec.Struct, array_like=True, frozen=True):
         return Failure(self.error_code, self.last_error or "")
 
 
-class EnvelopeRow(msgspec.Struct, array_like=True, frozen=True):
-    """The part of a job's row that belongs to its first or last event."""
-
-    job_type: str
-    payload: str
-    queue: str
-    tenant_id: str
-    idempotency_key: str
-    trace_id: str
-    priority: int
-    meta: str | None
-    run_at: int | None
-    result: str | None
-
-    def as_created(self) -> dict[str, Any]:
-        return {
-            "task": self.job_type,
-            "payload": self.payload,
-            "queue": self.queue,
-            "tenant_id": self.tenant_id,
-            "idempotency_key": self.idempotency_key,
-            "trace_id": self.trace_id,
-            "priority": self.priority,
-            "context": decode_meta(self.meta).context,
-            "run_at_ms": self.run_at or 0,
-        }
-
-
 class EventRow(msgspec.Struct, array_like=True, frozen=True):
     """An event in its feed entry; an entry whose events were pruned has one row without an event."""
 
     position: int
     nonce: str
+    hurry: int
     id: int | None
     type: str | None
     job_id: str | None
+    tenant_id: str | None
     at: int | None
     from_state: State | None
     to_state: State | None
@@ -197,31 +171,21 @@ class EventRow(msgspec.Struct, array_like=True, frozen=True):
     worker: str | None
     message: str | None
     data: str | None
-    job: EnvelopeRow | None
 
     def as_event(self) -> Event:
         return Event(
             type=self.type or "",
             job_id=self.job_id or "",
             at_ms=self.at or 0,
+            tenant_id=self.tenant_id or "",
             from_state=self.from_state,
             to_state=self.to_state,
             attempt=self.attempt or 0,
             retry_count=self.retry_count or 0,
             worker=self.worker or "",
             message=self.message or "",
-            data=self._data(),
+            data=None if self.data is None else msgspec.json.decode(self.data, type=dict[str, Any]),
         )
-
-    def _data(self) -> dict[str, Any] | None:
-        if self.data is not None:
-            data: dict[str, Any] = msgspec.json.decode(self.data)
-            return data
-        if self.job is None:
-            return None
-        if self.from_state is None:
-            return self.job.as_created()
-        return {"result": self.job.result}
 
 
 class ControlRow(msgspec.Struct, array_like=True, frozen=True):
@@ -263,6 +227,6 @@ def row_of(lease: Lease) -> int:
 def as_entries(rows: Iterable[EventRow]) -> list[FeedEntry]:
     """Events back in the steps that they were written in."""
     return [
-        FeedEntry(str(position), nonce, [row.as_event() for row in step if row.id is not None])
-        for (position, nonce), step in groupby(rows, key=lambda row: (row.position, row.nonce))
+        FeedEntry(str(position), nonce, [row.as_event() for row in step if row.id is not None], hurry=bool(hurry))
+        for (position, nonce, hurry), step in groupby(rows, key=lambda row: (row.position, row.nonce, row.hurry))
     ]

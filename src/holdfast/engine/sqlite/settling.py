@@ -135,20 +135,26 @@ def _move(row: LeaseRow, token: str, settlement: Settlement, policy: Policy) -> 
         "token": token,
     }
     match verdict:
-        case RetryLater(delay_ms=delay_ms, failure=failure):
+        case RetryLater(delay_ms=delay_ms, failure=failure, counts=counts):
             pending = policy.waits_in_pending(claim.queue)
             rest_ms = max(delay_ms, policy.options.pending_idle_ms) if pending else delay_ms
-            return Move(**common, failure=failure, due_at_ms=now_ms + max(0, rest_ms), pending=pending)
+            due_at_ms = now_ms + max(0, rest_ms)
+            return Move(**common, failure=failure, due_at_ms=due_at_ms, pending=pending, data={"counted": counts})
         case DeadLetter(failure=failure) | Suspend(failure=failure):
             return Move(**common, failure=failure)
         case Hold(message=message):
-            return Move(**common, message=message)
+            return Move(**common, message=message, data={"message": message})
         case Release(message=message, delay_ms=delay_ms, started=started):
             # An attempt that never started is numbered again.
             common["attempt"] = row.attempt if started else row.attempt - 1
-            due_at_ms = now_ms + delay_ms if delay_ms > 0 else None
+            later_ms = now_ms + delay_ms if delay_ms > 0 else None
             return Move(
-                **common, event_attempt=row.attempt, message=message, in_line=due_at_ms is None, due_at_ms=due_at_ms
+                **common,
+                event_attempt=row.attempt,
+                message=message,
+                data={"message": message, "started": started},
+                in_line=later_ms is None,
+                due_at_ms=later_ms,
             )
         case Succeed():
             raise AssertionError("successes are written apart")

@@ -2,7 +2,8 @@
 
 A file holds one statement (`schema.sql`: all of them) under a header that says what it does, what it takes and what it
 gives. Marks: `{{final}}` and the like stand for lists of state names, `{{into X}}` for the states that may move
-to X, `{{rows N}}` for the rows of N values each that a bulk statement is run with.
+to X, `{{event_data}}` for what an event says, `{{rows N}}` for the rows of N values each that a bulk statement is run
+with.
 """
 
 from __future__ import annotations
@@ -20,6 +21,35 @@ from holdfast.core.states import FINAL, MOVES, State, event_for
 IN_MOTION: Final = frozenset({State.QUEUED, State.RUNNING, State.RETRYING})
 #: Open, but nothing will happen before somebody acts.
 ASIDE: Final = frozenset(State) - FINAL - IN_MOTION
+
+#: Neither in line, nor leased, nor an ordinary success.
+NOTED: Final = frozenset(State) - {State.QUEUED, State.RUNNING, State.SUCCEEDED}
+
+#: A finished job goes unless a reader of the feed still needs it, somebody has yet to deal with its dead letter, or an
+#: effect of it is not settled.
+_UNNEEDED: Final = """(
+       NOT EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue)
+        OR coalesce((SELECT max(events.id) FROM events WHERE job = jobs.id), 0)
+         < coalesce((SELECT min(first_event) FROM feed_entries WHERE queue = :queue), 9223372036854775807))
+       AND NOT EXISTS (
+           SELECT 1 FROM dlq_items AS letter
+            WHERE letter.tenant_id = jobs.tenant_id AND letter.job_id = jobs.job_id AND letter.queue = jobs.queue
+              AND letter.status IN ('open', 'discard_requested'))
+       AND NOT EXISTS (
+           SELECT 1 FROM idempotency_keys AS effect
+            WHERE effect.tenant_id = jobs.tenant_id AND effect.job_id = jobs.job_id AND effect.queue = jobs.queue
+              AND effect.state <> 'done')"""
+
+#: An event's data, with what was not copied: of `event` (a row of events) and `jobs` (its job).
+_EVENT_DATA: Final = """CASE
+       WHEN event.from_state IS NULL AND event.to_state IS NOT NULL THEN json_patch(
+           json_object(
+               'task', jobs.job_type, 'payload', jobs.payload, 'tenant_id', jobs.tenant_id,
+               'idempotency_key', iif(jobs.idempotency_key = '', jobs.job_id, jobs.idempotency_key),
+               'trace_id', jobs.trace_id, 'priority', jobs.priority, 'context', json(jobs.context), 'run_at_ms', 0),
+           coalesce(event.data, '{}'))
+       WHEN event.to_state = 'succeeded' THEN json_object('result', jobs.result)
+       ELSE event.data END"""
 
 _COMMENT: Final = re.compile(r"^\s*--.*$", re.MULTILINE)
 _MARK: Final = re.compile(r"\{\{(\w+)(?: (\w+))?\}\}")
@@ -64,6 +94,12 @@ def _fill(mark: re.Match[str]) -> str:
             return f"'{event_for(None, State(argument))}'"
         case "legal":
             return _legal_moves()
+        case "noted":
+            return " OR ".join(f"state = '{state}'" for state in sorted(NOTED))
+        case "unneeded":
+            return _UNNEEDED
+        case "event_data":
+            return _EVENT_DATA
         case "priorities":
             return ", ".join(str(int(priority)) for priority in Priority)
         case _:

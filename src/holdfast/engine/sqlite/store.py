@@ -14,16 +14,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from holdfast.engine.sqlite.reader import Reader
-from holdfast.engine.sqlite.transaction import Effects, Transaction, json_list
+from holdfast.engine.sqlite.transaction import Effects, json_list
 from holdfast.engine.sqlite.waiting import Waiters
-from holdfast.engine.sqlite.writer import Order, Subscriber, Writer
+from holdfast.engine.sqlite.writer import Subscriber, Writer
 from holdfast.engine.sqlite.writers import acquire, release
 from holdfast.errors import EngineUnavailable, InvalidOption
 
 T = TypeVar("T")
-
-#: Longer than any step takes; whoever waits longer is told that the file does not answer.
-ANSWER_TIMEOUT_S: Final = 30.0
 
 _PAIRS: Final = msgspec.json.Decoder(list[tuple[str, str]])
 
@@ -100,29 +97,7 @@ class Store:
         """Run a step in the writer's transaction; its result, once that is committed."""
         if self._writer is None:
             raise _closed()
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def run(transaction: Transaction) -> T:
-            return work(transaction, *arguments)
-
-        order = Order(run, lazy, loop, future)
-        self._writer.put(order)
-        timer = loop.call_later(ANSWER_TIMEOUT_S, self._give_up, order)
-        try:
-            return await future
-        finally:
-            order.dropped = True
-            timer.cancel()
-
-    def _give_up(self, order: Order) -> None:
-        if not order.future.done():
-            order.future.set_exception(
-                EngineUnavailable(
-                    f"the database {self.place.path} has not answered for {ANSWER_TIMEOUT_S:g} s; "
-                    "another process may have stopped in the middle of a write: continue or end it"
-                )
-            )
+        return await self._writer.perform(work, *arguments, lazy=lazy)
 
     # News ------------------------------------------------------------------------------------------
 

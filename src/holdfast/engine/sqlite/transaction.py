@@ -8,7 +8,7 @@ statements here are one step each: rows go in as one long VALUES list and come o
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -35,11 +35,15 @@ class Effects:
     noticed: set[str] = field(default_factory=set)
     #: Queue and id of jobs that ended.
     ended: list[tuple[str, str]] = field(default_factory=list)
+    #: Queues whose feed has a new entry.
+    fed: set[str] = field(default_factory=set)
+    #: Queues whose story a ledger's file has more of.
+    recorded: set[str] = field(default_factory=set)
     #: Another process wrote: anything may have happened.
     foreign: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.foreign or self.ready or self.ended or self.noticed)
+        return bool(self.foreign or self.ready or self.ended or self.noticed or self.fed or self.recorded)
 
 
 class Transaction:
@@ -92,6 +96,10 @@ class Transaction:
         if self.begun and self._connection.in_transaction:
             self._connection.execute("COMMIT")
 
+    def execute(self, text: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
+        """Run SQL that is not this package's: the ledger's. One step for many rows is best, see above."""
+        return self._connection.execute(text, values)
+
     def rows(self, name: str, decoder: msgspec.json.Decoder[T], **values: Value) -> T:
         """What a statement with one JSON text as its answer says."""
         return read_rows(self._connection, name, decoder, **values)
@@ -137,5 +145,5 @@ def _size_for(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows else 1
 
 
-# SQLite takes 32,766 values in one statement. The longest has three events of twelve values for each job of a batch.
-assert _size_for(3 * MAX_BATCH) * 12 < 32_766
+# SQLite takes 32,766 values in one statement. The longest has three events of ten values for each job of a batch.
+assert _size_for(3 * MAX_BATCH) * 10 < 32_766

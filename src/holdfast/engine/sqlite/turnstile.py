@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -39,3 +41,15 @@ class Turnstile:
     def close(self) -> None:
         os.close(self._waiting)
         os.close(self._writing)
+
+
+@contextmanager
+def alone(database: Path) -> Iterator[None]:
+    """Nobody else writes meanwhile: for a migration. Blocks. Not for a process that has a writer on this file."""
+    turnstile = Turnstile(database)
+    try:
+        turnstile.enter()
+        yield
+    finally:
+        # Closing gives the locks back, too.
+        turnstile.close()

@@ -1,10 +1,11 @@
-"""prune, and the ledger's end of the feed."""
+"""prune, and who reads the feed."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from holdfast.engine.sqlite.policy import Policy
+from holdfast.engine.sqlite.reader import Reader
 from holdfast.engine.sqlite.rows import IDS
 from holdfast.engine.sqlite.transaction import Transaction, json_list
 from holdfast.errors import InvalidOption
@@ -15,22 +16,37 @@ PRUNE_BATCH: Final = 200
 _LEASES_TO_FORGET: Final = 4
 
 
-def prune_jobs(transaction: Transaction, policy: Policy, queue: str) -> int:
-    """Some finished jobs past their time, with their events. Lazy. Call again while it gives `PRUNE_BATCH`."""
-    before = policy.clock.now_ms() - policy.options.finished_ttl_ms
-    if not transaction.rows("expired", IDS, queue=queue, before=before, limit=1):
-        return 0
-    transaction.begin()
-    expired = transaction.rows("expired", IDS, queue=queue, before=before, limit=PRUNE_BATCH)
+async def expired_jobs(reader: Reader, policy: Policy, queue: str) -> list[int]:
+    """Some finished jobs that may go; fewer than `PRUNE_BATCH` are the last ones."""
+    return await reader.rows("expired", IDS, queue=queue, before=_expired_ms(policy), limit=PRUNE_BATCH)
+
+
+def prune_jobs(transaction: Transaction, policy: Policy, queue: str, found: list[int]) -> int:
+    """Drop these finished jobs with all that belongs to them; how many went.
+
+    One stays while somebody has yet to deal with its dead letter, or an effect of it is reserved or in doubt.
+    """
+    expired = transaction.rows("unneeded", IDS, queue=queue, before=_expired_ms(policy), ids=json_list(found))
     ids = json_list(expired)
-    transaction.run("prune_events", ids=ids)
+    for step in ("prune_events", "prune_steps", "prune_letters", "prune_approvals", "prune_anomalies"):
+        transaction.run(step, ids=ids)
     return transaction.run("prune_jobs", ids=ids)
+
+
+def _expired_ms(policy: Policy) -> int:
+    return policy.clock.now_ms() - policy.options.finished_ttl_ms
 
 
 def prune_keys(transaction: Transaction, policy: Policy, queue: str) -> int:
     """Some idempotency keys past their window. Call again while it gives `PRUNE_BATCH`."""
     transaction.begin()
     return transaction.run("prune_keys", queue=queue, now=policy.clock.now_ms(), limit=PRUNE_BATCH)
+
+
+def prune_effects(transaction: Transaction, policy: Policy) -> int:
+    """Some keys of effects that may be used again. Call again while it gives `PRUNE_BATCH`."""
+    transaction.begin()
+    return transaction.run("prune_effects", now=policy.clock.now_ms(), limit=PRUNE_BATCH)
 
 
 def prune_rest(transaction: Transaction, policy: Policy, queue: str) -> int:

@@ -1,4 +1,4 @@
-"""Who waits in one engine, and for what: work in a queue, the end of a job, notices.
+"""Who waits in one engine, and for what: work in a queue, the end of a job, notices, entries of a feed.
 
 All of it lives on the engine's event loop. Whoever waits registers first and looks then, so that nothing that is
 committed in between is missed.
@@ -47,11 +47,16 @@ class Waiters:
         self._watch = watch
         self._for_work: dict[Bell, frozenset[str]] = {}
         self._for_notices: dict[Bell, frozenset[str]] = {}
+        self._for_feeds: dict[Bell, frozenset[str]] = {}
         self._for_ends: dict[tuple[str, str], set[Bell]] = {}
 
     def tell(self, effects: Effects) -> None:
         """A commit has happened."""
-        for bells, queues in ((self._for_work, effects.ready), (self._for_notices, effects.noticed)):
+        for bells, queues in (
+            (self._for_work, effects.ready),
+            (self._for_notices, effects.noticed),
+            (self._for_feeds, effects.fed),
+        ):
             for bell, wanted in bells.items():
                 if effects.foreign or not wanted.isdisjoint(queues):
                     bell.ring()
@@ -64,6 +69,7 @@ class Waiters:
         for bell in [
             *self._for_work,
             *self._for_notices,
+            *self._for_feeds,
             *(bell for bells in self._for_ends.values() for bell in bells),
         ]:
             bell.ring()
@@ -80,6 +86,11 @@ class Waiters:
     @contextmanager
     def for_notices(self, queues: Sequence[str]) -> Iterator[Bell]:
         with self._among(self._for_notices, queues) as bell:
+            yield bell
+
+    @contextmanager
+    def for_feeds(self, queues: Sequence[str]) -> Iterator[Bell]:
+        with self._among(self._for_feeds, queues) as bell:
             yield bell
 
     @contextmanager

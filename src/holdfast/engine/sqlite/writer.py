@@ -1,8 +1,8 @@
 """The one thread of this process that writes to a file: group commit, in order, with the answers after the commit.
 
-All engines of a process on one file share it. Whatever has been asked for while the last commit was under way goes into
-one transaction; each operation is a savepoint in it, so that one that fails takes no other with it. Nobody gets an
-answer before the commit has returned, and each event loop is woken once per commit.
+All engines of a process on one file share it, and so does a ledger in it. Whatever has been asked for while the last
+commit was under way goes into one transaction; each operation is a savepoint in it, so that one that fails takes no
+other with it. Nobody gets an answer before the commit has returned, and each event loop is woken once per commit.
 
 While somebody waits, the thread also looks every few milliseconds whether another process has written
 (`PRAGMA data_version`, which our own commits do not change).
@@ -19,12 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from holdfast.engine.sqlite.connection import is_lost, open_writer, translate
+from holdfast.engine.sqlite.connection import Prepare, is_lost, open_writer, translate
 from holdfast.engine.sqlite.transaction import Effects, Transaction
 from holdfast.engine.sqlite.turnstile import Turnstile
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineUnavailable, Unavailable
+
+T = TypeVar("T")
 
 _log = logging.getLogger("holdfast.engine.sqlite")
 
@@ -34,12 +36,14 @@ _GROUP: Final = 128
 _LOOK_EVERY_S: Final = 0.005
 #: How long `close` waits for what was asked for.
 _CLOSE_S: Final = 10.0
+#: Longer than any step takes; whoever waits longer is told that the file does not answer.
+ANSWER_TIMEOUT_S: Final = 30.0
 
 
 class Order:
     """One operation somebody waits for. `lazy` ones begin the transaction themselves, if they find something to do."""
 
-    __slots__ = ("dropped", "future", "lazy", "loop", "work")
+    __slots__ = ("dropped", "future", "lazy", "loop", "unavailable", "work")
 
     def __init__(
         self,
@@ -47,8 +51,11 @@ class Order:
         lazy: bool,
         loop: asyncio.AbstractEventLoop,
         future: asyncio.Future[Any],
+        unavailable: type[Unavailable] = EngineUnavailable,
     ) -> None:
         self.work = work
+        #: What the store's own errors become.
+        self.unavailable = unavailable
         self.lazy = lazy
         self.loop = loop
         self.future = future
@@ -57,6 +64,10 @@ class Order:
 
 
 Outcome = tuple[Order, Any, BaseException | None]
+
+
+class _Gone(Exception):
+    """The file is not where it was."""
 
 
 class Subscriber:
@@ -71,8 +82,9 @@ class Subscriber:
 class Writer:
     """There is one for each file: `writers.acquire` gives it."""
 
-    def __init__(self, path: Path, durable: bool) -> None:
+    def __init__(self, path: Path, durable: bool, prepare: Prepare) -> None:
         self.path = path
+        self.prepare = prepare
         self._durable = durable
         self._orders: deque[Order] = deque()
         self._wake = threading.Condition()
@@ -95,11 +107,46 @@ class Writer:
 
     # For the engines -------------------------------------------------------------------------------
 
+    async def perform(
+        self,
+        work: Callable[..., T],
+        *arguments: Any,
+        lazy: bool = False,
+        unavailable: type[Unavailable] = EngineUnavailable,
+    ) -> T:
+        """Run `work(transaction, *arguments)` in the thread's transaction; its result, once that is committed.
+
+        What it raises is raised here, and what it wrote is taken back. The store's own errors come as `unavailable`.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run(transaction: Transaction) -> T:
+            return work(transaction, *arguments)
+
+        order = Order(run, lazy, loop, future, unavailable)
+        self.put(order)
+        timer = loop.call_later(ANSWER_TIMEOUT_S, self._give_up, order)
+        try:
+            return await future
+        finally:
+            order.dropped = True
+            timer.cancel()
+
+    def _give_up(self, order: Order) -> None:
+        if not order.future.done():
+            order.future.set_exception(
+                order.unavailable(
+                    f"the database {self.path} has not answered for {ANSWER_TIMEOUT_S:g} s; "
+                    "another process may have stopped in the middle of a write: continue or end it"
+                )
+            )
+
     def put(self, order: Order) -> None:
         """Queue an operation."""
         with self._wake:
             if self._closing:
-                raise EngineUnavailable("the engine is closed; open it again")
+                raise order.unavailable("the engine is closed; open it again")
             self._orders.append(order)
             self._wake.notify()
 
@@ -168,7 +215,7 @@ class Writer:
             outcomes, effects = self._transact(group)
         except Exception as exc:  # noqa: BLE001 - nothing of the group was committed, and everyone in it is told why
             self._roll_back(exc)
-            outcomes = [(order, None, self._as_ours(exc)) for order in group]
+            outcomes = [(order, None, self._as_ours(exc, order)) for order in group]
         self._deliver(outcomes, effects)
 
     def _transact(self, group: list[Order]) -> tuple[list[Outcome], Effects]:
@@ -192,7 +239,7 @@ class Writer:
         except Exception as exc:
             if (isinstance(exc, sqlite3.Error) and is_lost(exc)) or not transaction.undo():
                 raise
-            return order, None, self._as_ours(exc)
+            return order, None, self._as_ours(exc, order)
         transaction.keep()
         return order, result, None
 
@@ -211,11 +258,11 @@ class Writer:
             self._connection = None
             connection.close()
 
-    def _as_ours(self, error: Exception) -> Exception:
-        if isinstance(error, sqlite3.Error):
-            ours: Exception = translate(error, self.path)
-        elif isinstance(error, OSError):
-            ours = EngineUnavailable(f"the database {self.path}: {error}; check the file and its directory")
+    def _as_ours(self, error: Exception, order: Order) -> Exception:
+        if isinstance(error, sqlite3.Error | OSError):
+            ours = translate(error, self.path, order.unavailable)
+        elif isinstance(error, _Gone):
+            ours = order.unavailable(str(error))
         else:
             return error
         ours.__cause__ = error
@@ -229,10 +276,10 @@ class Writer:
             # SQLite would go on writing into a file that nobody can find any more.
             connection, self._connection = self._connection, None
             connection.close()
-            raise EngineUnavailable(f"the database {self.path} was moved or deleted while in use; put it back")
+            raise _Gone(f"the database {self.path} was moved or deleted while in use; put it back")
         self._turnstile.enter()
         try:
-            self._connection = open_writer(self.path, durable=self._durable)
+            self._connection = open_writer(self.path, self.prepare, durable=self._durable)
         finally:
             self._turnstile.leave()
         self._inode = _inode(self.path)

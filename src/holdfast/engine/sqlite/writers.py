@@ -1,4 +1,4 @@
-"""The writers of this process, one for each file, shared by all engines on it."""
+"""The writers of this process, one for each file, shared by all engines and ledgers on it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,39 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from holdfast.engine.sqlite.connection import translate
+from holdfast.engine.sqlite.connection import Prepare, prepare_schema, translate
 from holdfast.engine.sqlite.writer import Writer
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineUnavailable, InvalidOption, Unavailable
 
 _writers: Final[dict[Path, Writer]] = {}
 _registry: threading.Lock = threading.Lock()
 
 
-def acquire(path: Path, *, durable: bool = True) -> Writer:
-    """This process's writer for the file, started if need be. Blocks."""
+def acquire(
+    path: Path,
+    *,
+    durable: bool = True,
+    prepare: Prepare = prepare_schema,
+    unavailable: type[Unavailable] = EngineUnavailable,
+) -> Writer:
+    """This process's writer for the file (an absolute path), started if need be. Blocks.
+
+    `prepare` is the same function for all who share a file: an engine's and a ledger's of its own are two files.
+    """
     with _registry:
         writer = _writers.get(path)
         if writer is None:
             try:
-                writer = Writer(path, durable)
+                writer = Writer(path, durable, prepare)
             except sqlite3.Error as exc:
-                raise translate(exc, path) from exc
+                raise translate(exc, path, unavailable) from exc
             except OSError as exc:
-                raise EngineUnavailable(
+                raise unavailable(
                     f"the database {path} cannot be opened: {exc.strerror}; the directory must exist and be writable"
                 ) from exc
             _writers[path] = writer
+        elif writer.prepare is not prepare:
+            raise InvalidOption(f"{path} is in use as another kind of store; give the ledger a file of its own")
         writer.engines += 1
         return writer
 

@@ -16,8 +16,10 @@ from holdfast.testing.contract.endings import EndingContract
 from holdfast.testing.contract.harness import EngineHarness, Rig
 from holdfast.testing.contract.intake import IntakeContract
 from holdfast.testing.contract.leases import LeaseContract
+from holdfast.testing.contract.ledger import LedgerContract
 from holdfast.testing.contract.operators import ControlContract, MoveContract
 from holdfast.testing.contract.readers import FeedContract, ReaderContract
+from holdfast.testing.contract.recovery import RecoveryContract
 from holdfast.testing.contract.waiting import WaitingContract
 
 
@@ -30,6 +32,8 @@ class EngineContract(
     ControlContract,
     ReaderContract,
     FeedContract,
+    LedgerContract,
+    RecoveryContract,
 ):
     """All of it. Give it a `harness` fixture."""
 

@@ -206,6 +206,16 @@ class EndingContract(Contract):
         assert (await rig.story(claim.job_id))[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
         check_history(await rig.events(), ended=True)
 
+    async def test_why_an_operator_gave_a_job_up_stays_with_it(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, ledger=True)
+        job_id = await rig.submit_one()
+        await rig.move(job_id, State.DLQ_PENDING)
+        why = (await rig.view(job_id)).failure
+        assert why is not None
+        for state in (State.DLQ_RECORDED, State.FAILED):
+            await rig.move(job_id, state)
+            assert (await rig.view(job_id)).failure == why
+
     async def test_a_suspended_job_can_go_on(self, rig: Rig) -> None:
         claim = await rig.start_one(meta=Meta(context={"user": "u1"}))
         await rig.settle(claim, RetryLater(0, FAILURE))

@@ -65,7 +65,11 @@ class Rig:
     @classmethod
     async def on(cls, harness: EngineHarness, **options: Any) -> Rig:
         """A rig on an engine with these `EngineOptions`."""
-        return cls(harness, await harness.make(**options))
+        rig = cls(harness, await harness.make(**options))
+        if options.get("ledger"):
+            # What a submitter sees to: without a reader nothing is accepted.
+            await rig.engine.register_reader(rig.queue)
+        return rig
 
     # Submitting ------------------------------------------------------------------------------------
 
@@ -142,9 +146,13 @@ class Rig:
         return (await self.view(job_id)).state
 
     async def entries(self, page: int = 100) -> list[FeedEntry]:
-        """The whole feed, page by page."""
-        entries: list[FeedEntry] = []
-        while more := await self.engine.feed(self.queue, entries[-1].position if entries else "", page):
+        """The whole feed, page by page; each begins with the last entry of the one before."""
+        entries = await self.engine.feed(self.queue, "", page)
+        while entries:
+            first, *more = await self.engine.feed(self.queue, entries[-1].position, page)
+            assert first == entries[-1]
+            if not more:
+                break
             entries += more
         return entries
 

@@ -203,8 +203,8 @@ class FeedContract(Contract):
         assert [event.job_id for entry in whole for event in entry.events] == submitted
         assert await rig.entries(page=2) == whole
         assert len({entry.position for entry in whole}) == len({entry.nonce for entry in whole}) == len(whole)
-        assert await rig.engine.feed(rig.queue, whole[-1].position, 10) == []
-        assert await rig.engine.feed(rig.queue, whole[2].position, 2) == whole[3:5]
+        assert await rig.engine.feed(rig.queue, whole[-1].position, 10) == whole[-1:]
+        assert await rig.engine.feed(rig.queue, whole[2].position, 2) == whole[2:4]
 
     async def test_one_step_is_one_entry(self, rig: Rig) -> None:
         submitted = await rig.submit(20)
@@ -260,7 +260,7 @@ class FeedContract(Contract):
         await rig.engine.forget(rig.queue, whole[5].position)
         # The entry at the position stays: it proves that this is still the same feed.
         assert await rig.entries() == whole[5:]
-        assert await rig.engine.feed(rig.queue, whole[5].position, 100) == whole[6:]
+        assert await rig.engine.feed(rig.queue, whole[5].position, 100) == whole[5:]
 
     async def test_a_full_feed_refuses_intake_but_not_work(self, harness: EngineHarness) -> None:
         rig = await Rig.on(harness, feed_max_bytes=20_000)

@@ -72,10 +72,42 @@ local function put_in_line(streams, body, state, job_id)
   return PLACE[line] .. id
 end
 
+-- The tenant of a message, as the feed tells it: nothing for the default one, which short messages have.
+local function tenant_of(fields)
+  local tenant = ''
+  if fields[9] == 'tenant_id' then
+    tenant = fields[10]
+  else
+    for i = 1, #fields, 2 do
+      if fields[i] == 'tenant_id' then tenant = fields[i + 1] end
+    end
+  end
+  return tenant ~= 'default' and tenant or ''
+end
+
+-- Tells a feed entry from another at the same position.
+local function nonce_of(fields)
+  for i = 1, #fields, 2 do
+    if fields[i] == 'nonce' then return fields[i + 1] end
+  end
+  return ''
+end
+
 -- One feed entry for one atomic step, bounded while nobody has ever registered as its reader. `packed` is told as it came
 -- from the caller, all but the positions in `skipped`: packing it again would cost more than most of the step.
-local function feed_packed(key, limit, reader, nonce, kind, at, worker, packed, skipped)
+-- `hurry`: somebody waits until the ledger has it.
+local function feed_packed(key, limit, reader, nonce, kind, at, worker, packed, skipped, hurry)
   local left_out = #skipped > 0 and cmsgpack.pack(skipped) or ''
+  if hurry then
+    local command = { 'XADD', key, '*',
+      'kind', kind, 'at', at, 'worker', worker, 'nonce', nonce, 'moves', packed, 'skipped', left_out, 'hurry', '1' }
+    if not reader then
+      table.insert(command, 3, 'MAXLEN')
+      table.insert(command, 4, '~')
+      table.insert(command, 5, limit)
+    end
+    return redis.call(unpack(command))
+  end
   if reader then
     return redis.call('XADD', key, '*',
       'kind', kind, 'at', at, 'worker', worker, 'nonce', nonce, 'moves', packed, 'skipped', left_out)

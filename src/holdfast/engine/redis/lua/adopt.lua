@@ -1,21 +1,30 @@
 -- adopt: messages that other programs wrote, just delivered to this worker, become jobs, or dead letters.
 -- KEYS   1-3 streams  4 feed  5 result  6 dlq ('' if off)  7 dead  8 control  9 waiters  then n records, then idempotency keys
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
---        then 15 a message: line, message id, deliveries, job id, fault ('' if well formed), body, packed dlq fields,
+--        then 16 a message: line, message id, deliveries, job id, fault ('' if well formed), body, packed dlq fields,
 --        index of its idempotency key (0: none), type, payload, tenant, idempotency key, trace, meta,
---        old owner ('' unless it was just reclaimed)
+--        old owner ('' unless it was just reclaimed), what the feed says of the dead letter
 -- Reply  one word a message: 'adopted' | 'duplicate' | 'dead' | 'stale' | 'clash' (a malformed one under a known id)
 local streams = { KEYS[1], KEYS[2], KEYS[3] }
 local feed_key, results, dlq, dead, control, waiters = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
-local FIRST_KEY, FIRST_ARG, STRIDE = 9, 9, 15
+local FIRST_KEY, FIRST_ARG, STRIDE = 9, 9, 16
 
 check_types({ feed_key, results, dlq_on and dlq or results }, { dead }, { waiters })
 local reader = redis.call('HGET', control, 'reader')
 local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
 local now = number(now_ms())
 local reply, moves, ended, letters, taken = {}, {}, {}, {}, {}
+-- Whose job this is: ids are unique in a queue, so a second message may name another tenant.
+local function tenant_known(record)
+  local place, _, _, body = header_of(record)
+  local line, id = split_place(place)
+  if body ~= '' then return cmsgpack.unpack(body)[TENANT] end
+  local entry = line and redis.call('XRANGE', streams[line + 1], id, id)[1]
+  return entry and tenant_of(entry[2])
+end
+
 for i = 1, n do
   local packed = ARGV[FIRST_ARG + (i - 1) * STRIDE + 7]
   letters[i] = packed ~= '' and cmsgpack.unpack(packed)
@@ -24,7 +33,7 @@ for i = 1, n do
   local arg = FIRST_ARG + (i - 1) * STRIDE
   local line, id, deliveries, job_id, fault = ARGV[arg + 1], ARGV[arg + 2], tonumber(ARGV[arg + 3]), ARGV[arg + 4], ARGV[arg + 5]
   local body, key_index = ARGV[arg + 6], tonumber(ARGV[arg + 8])
-  local stream, record = streams[line + 1], KEYS[FIRST_KEY + i]
+  local stream, record, tenant = streams[line + 1], KEYS[FIRST_KEY + i], ARGV[arg + 11]
   local place = line .. ':' .. id
   local row = redis.call('XPENDING', stream, group, id, id, 1, worker)[1]
   local first = key_index > 0 and known[key_index]
@@ -32,21 +41,25 @@ for i = 1, n do
     reply[i] = 'stale'
   elseif known[i] and place_of(known[i]) == place then
     local owner = ARGV[arg + 15]
-    if owner ~= '' then moves[#moves + 1] = { 'reclaimed', job_id, deliveries, owner, id, worker } end
+    if owner ~= '' then
+      local _, _, _, kept = header_of(known[i])
+      local retries = kept ~= '' and cmsgpack.unpack(kept)[RETRIES] or '0'
+      moves[#moves + 1] = { 'reclaimed', job_id, tenant, deliveries, owner, id, worker, retries }
+    end
     reply[i] = 'adopted'
   elseif (known[i] or taken[job_id]) and fault ~= '' then
     reply[i] = 'clash'
   elseif known[i] or taken[job_id] or (first and first ~= job_id) then
+    local whose = taken[job_id] or (known[i] and tenant_known(known[i])) or tenant
     redis.call('XACK', stream, group, id)
     redis.call('XDEL', stream, id)
-    moves[#moves + 1] = { 'duplicate', first or job_id, id }
+    moves[#moves + 1] = { 'duplicate', first or job_id, first and tenant or whose, id }
     reply[i] = 'duplicate'
   else
     -- A batch may hold two copies.
-    taken[job_id] = true
+    taken[job_id] = tenant
     if key_index > 0 then known[key_index] = job_id end
-    local created = { 'created', job_id, ARGV[arg + 9], ARGV[arg + 10], ARGV[arg + 11], ARGV[arg + 12], ARGV[arg + 13], ARGV[arg + 14] }
-    moves[#moves + 1] = created
+    moves[#moves + 1] = { 'created', job_id, tenant, ARGV[arg + 9], ARGV[arg + 10], ARGV[arg + 12], ARGV[arg + 13], ARGV[arg + 14] }
     if fault == '' then
       -- The lease again, for its own sake and because a full Redis allows it: then it allows the SET, too.
       redis.call('XCLAIM', stream, group, worker, 0, id, 'JUSTID')
@@ -54,22 +67,22 @@ for i = 1, n do
       if key_index > 0 then redis.call('SET', KEYS[FIRST_KEY + key_index], job_id) end
       -- Workers that died before they could adopt it had attempts too; only the last of them is known by name.
       local owner = ARGV[arg + 15]
-      moves[#moves + 1] = { 'claimed', job_id, 1, owner == '' and worker or owner }
+      moves[#moves + 1] = { 'claimed', job_id, tenant, 1, owner == '' and worker or owner }
       for lost = 2, deliveries do
-        moves[#moves + 1] = { 'reclaimed', job_id, lost, owner, id, lost == deliveries and worker or owner }
+        moves[#moves + 1] = { 'reclaimed', job_id, tenant, lost, owner, id, lost == deliveries and worker or owner, '0' }
       end
       reply[i] = 'adopted'
     else
       redis.call('XACK', stream, group, id)
       redis.call('XDEL', stream, id)
-      moves[#moves + 1] = { 'dlq_pending', job_id, fault }
+      moves[#moves + 1] = { 'dlq_pending', job_id, tenant, ARGV[arg + 16] }
       if ledger then
         redis.call('SET', record, '- dlq_pending -\n' .. body)
         redis.call('ZADD', dead, now, job_id)
       else
         if dlq_on then redis.call('XADD', dlq, '*', 'failed_at', now, unpack(letters[i])) end
-        moves[#moves + 1] = { 'dlq_recorded', job_id }
-        moves[#moves + 1] = { 'failed', job_id }
+        moves[#moves + 1] = { 'dlq_recorded', job_id, tenant }
+        moves[#moves + 1] = { 'failed', job_id, tenant }
         redis.call('SET', record, '- failed -\n' .. body, 'PX', ttl)
         redis.call('XADD', results, 'MAXLEN', '~', result_limit, '*', 'task_id', job_id, 'status', 'failed',
           'error', fault, 'retry_count', 0, 'finished_at', now)

@@ -28,7 +28,7 @@ for turn = 7, 9 do
       local fields = entry[2]
       if is_ours(fields) then
         local m = #moves
-        moves[m + 1], moves[m + 2] = fields[4], fields[2]
+        moves[m + 1], moves[m + 2], moves[m + 3] = fields[4], fields[2], #fields == 8 and '' or tenant_of(fields)
       end
     end
   end

@@ -5,13 +5,13 @@
 --        8 body  9 data (who and why)  10 finished ttl  11 result limit  12 ledger (1|0)  13 dlq stream (1|0)
 --        14 packed fields of a dead letter  15 consumer that holds retries in the pending list
 --        16 has an idempotency key (1|0)  17 milliseconds the key outlives the job  18 attempt  19 retry count  20 error
---        21 owner and deliveries as last seen ('<owner> <deliveries>')
+--        21 owner and deliveries as last seen ('<owner> <deliveries>')  22 tenant  23 data of the steps after a dead letter
 -- Reply  {'unknown'} | {'changed'} | {'illegal', from} | {'applied', from}
 local streams = { KEYS[1], KEYS[2], KEYS[3] }
 local group, nonce, feed_limit, job_id, target, expected = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local seen, body, data, ttl, result_limit = ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11]
 local ledger, dlq_on, dlq_fields, parking = ARGV[12] == '1', ARGV[13] == '1', ARGV[14], ARGV[15]
-local attempt, retry_count, error_text = ARGV[18], ARGV[19], ARGV[20]
+local attempt, retry_count, error_text, tenant = ARGV[18], ARGV[19], ARGV[20], ARGV[22]
 local record_key = KEYS[17]
 
 local record = redis.call('GET', record_key)
@@ -38,7 +38,7 @@ end
 for _, set in ipairs({ KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12] }) do redis.call('ZREM', set, job_id) end
 
 local now = number(now_ms())
-local moves = { job_id, from, target, attempt, retry_count, data }
+local moves = { job_id, from, target, attempt, retry_count, data, tenant }
 local function park(state, set)
   redis.call('SET', record_key, '- ' .. state .. ' ' .. token .. '\n' .. body)
   if set then redis.call('ZADD', set, now, job_id) end
@@ -72,7 +72,7 @@ elseif target == 'dlq_pending' and ledger then
 elseif target == 'dlq_pending' then
   write_dead_letter()
   for _, step in ipairs({ { 'dlq_pending', 'dlq_recorded' }, { 'dlq_recorded', 'failed' } }) do
-    for _, value in ipairs({ job_id, step[1], step[2], attempt, retry_count, '' }) do moves[#moves + 1] = value end
+    for _, value in ipairs({ job_id, step[1], step[2], attempt, retry_count, ARGV[23], tenant }) do moves[#moves + 1] = value end
   end
   finish('failed')
 else -- cancelled, failed

@@ -42,7 +42,9 @@ for _, row in ipairs(lost) do
   local r, fields = #reply, entry[2]
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = i, deliveries, entry, records[i] or ''
   -- Foreign messages have no header; `adopt` knows whether they are jobs yet, and tells their story.
-  if is_ours(fields) then moves[#moves + 1] = { fields[4], fields[2], deliveries, owner, id, retries } end
+  if is_ours(fields) then
+    moves[#moves + 1] = { fields[4], fields[2], deliveries, owner, id, retries, tenant_of(fields) }
+  end
 end
 feed(feed_key, feed_limit, controls[2], nonce, 'reclaimed', now, worker, moves)
 return reply

@@ -35,7 +35,8 @@ for _, job in ipairs(due) do
   local r = #reply
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = line, deliveries, entry, records[i]
   local fields, _, _, _, body = entry[2], header_of(records[i])
-  moves[#moves + 1] = { job_id, is_ours(fields) and fields[2] or '', deliveries, cmsgpack.unpack(body)[RETRIES] }
+  local known = cmsgpack.unpack(body)
+  moves[#moves + 1] = { job_id, is_ours(fields) and fields[2] or '', deliveries, known[RETRIES], known[TENANT] }
 end
 for _, job in ipairs(again) do
   local i, job_id, line, id, token, body = unpack(job)

@@ -5,7 +5,8 @@
 --        10 consumer that holds retries in the pending list ('' if they wait in a set)
 --        11-19 for each line: how many jobs, lowest and highest instant of their messages
 --        20 packed, 10 values a job: line, message id, deliveries, token, job id, target state, data, attempt, retry count,
---        more (0 | {delay, index of its idempotency key (0: none), ms the key outlives the job, dead letter's fields})
+--        more (0 | {delay, index of its idempotency key (0: none), ms the key outlives the job, dead letter's fields,
+--        tenant ('' for the default one)}; the feed tells the tenant, the scripts do not need it)
 --        then n bodies
 -- Reply  position (from 1) and 'already' | 'stale' of each that was not applied
 local streams = { KEYS[1], KEYS[2], KEYS[3] }

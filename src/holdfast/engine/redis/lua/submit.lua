@@ -4,7 +4,8 @@
 --        line, job id, type, payload, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first),
 --        index of its idempotency key (0: none), tenant, idempotency key, trace, meta
 --        Four values when no job of the batch has more to say, and none is there twice.
--- Reply  {'paused'} | {'full'} (the feed) | {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
+--        7 ledger (1|0)  8 packed positions (from 1) of the durable ones ('' if none)
+-- Reply  {'paused'} | {'unread'} | {'full'} (the feed) | {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
 local streams = { KEYS[1], KEYS[2], KEYS[3] }
 local feed_key, delayed, held, control, notices = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local nonce, feed_limit, feed_bytes, n, width = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -15,6 +16,8 @@ local FIRST_KEY = 8
 
 local controls = redis.call('HMGET', control, 'intake_paused', 'reader')
 if controls[1] == '1' then return { 'paused' } end
+-- With a ledger and without a reader the store is new, or was wiped: what the ledger knows must come first.
+if ARGV[7] == '1' and not controls[2] then return { 'unread' } end
 if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) > feed_bytes then
   return { 'full' }
 end
@@ -44,6 +47,8 @@ for i = 1, n do
   end
 end
 if #skipped == n then return reply end
+local hurry = false
+for _, i in ipairs(ARGV[8] ~= '' and cmsgpack.unpack(ARGV[8]) or {}) do hurry = hurry or not known[i] end
 
 local at = now_ms()
 local now = number(at)
@@ -84,6 +89,6 @@ for i = 1, n do
   end
 end
 in_chunks(to_set, function(...) redis.call('MSET', ...) end)
-reply[2] = feed_packed(feed_key, feed_limit, controls[2], nonce, plain and 'created_plain' or 'created', now, '', ARGV[6], skipped)
+reply[2] = feed_packed(feed_key, feed_limit, controls[2], nonce, plain and 'created_plain' or 'created', now, '', ARGV[6], skipped, hurry)
 if earliest then tell_if_first(delayed, notices, earliest) end
 return reply

@@ -2,8 +2,11 @@
 -- Takes  updated_at; rows of id, from_state, place, deliveries, to_state, attempt, meta, error_code, last_error,
 --        error_message, line, due_at, lease_until, next_retry_at, dlq_id, finished_at, token, last_seq
 UPDATE jobs
-   SET updated_at = ?, came_from = state, state = move.to_state, attempt = move.attempt, meta = move.meta, error_code = move.error_code,
-       last_error = move.last_error, error_message = move.error_message, line = move.line, due_at = move.due_at,
+   SET updated_at = ?, came_from = state, state = move.to_state, attempt = move.attempt, meta = move.meta,
+       -- Its way to the end of a dead letter changes nothing about why it died.
+       error_code = iif(move.from_state LIKE 'dlq%', jobs.error_code, move.error_code),
+       last_error = iif(move.from_state LIKE 'dlq%', jobs.last_error, move.last_error),
+       error_message = iif(move.from_state LIKE 'dlq%', jobs.error_message, move.error_message), line = move.line, due_at = move.due_at,
        lease_until = move.lease_until, next_retry_at = move.next_retry_at, dlq_id = coalesce(move.dlq_id, jobs.dlq_id),
        finished_at = move.finished_at,
        -- A job that sleeps keeps its time, also while it is parked.

@@ -1,3 +1,3 @@
 -- prune_events: the story of pruned jobs goes with them.
 -- Takes  :ids (a JSON list of the jobs' rows)
-DELETE FROM job_events WHERE job IN (SELECT value FROM json_each(:ids))
+DELETE FROM events WHERE job IN (SELECT value FROM json_each(:ids))

@@ -2,4 +2,4 @@
 -- Takes  :queue
 DELETE FROM feed_entries
  WHERE queue = :queue AND NOT EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue)
-   AND position < coalesce((SELECT min(id) FROM job_events), 0)
+   AND position < coalesce((SELECT min(id) FROM events), 0)

@@ -1,5 +1,6 @@
 -- schema: the whole store, engine and embedded ledger in one file.
--- Run once, in one transaction, on an empty file. {{…}} are generated from core/states.py.
+-- Run once, in one transaction, on an empty file. {{…}} are generated from core/states.py. The ledger's tables that the
+-- engine does not write (effects, steps, approvals …) and the ledger's indexes come from ledger/schema.py: `ledger_tables.py`.
 -- Instants are milliseconds since the epoch, UTC. Payload, result, meta, history and data are JSON text.
 
 -- A job in motion is in exactly one place: in the line (`line` orders it), waiting for a time (`due_at`), or
@@ -46,21 +47,25 @@ CREATE TABLE jobs (
     CHECK ((line IS NOT NULL) + (due_at IS NOT NULL) + (lease_until IS NOT NULL) = (state IN ({{in_motion}}))),
     CHECK ((worker IS NOT NULL) = (state = 'running')),
     CHECK (state <> 'running' OR lease_until IS NOT NULL),
+    -- A dead letter comes before the state that says it is there (requirement D1).
+    CONSTRAINT dead_letter CHECK (dlq_id IS NOT NULL OR state <> 'dlq_recorded' AND state <> 'failed'),
     CONSTRAINT legal_move CHECK ({{legal}})
 );
-CREATE UNIQUE INDEX jobs_by_job_id ON jobs (queue, job_id);
+CREATE UNIQUE INDEX jobs_by_job_id ON jobs (job_id, queue);
 CREATE INDEX jobs_line ON jobs (queue, priority, line, state) WHERE line IS NOT NULL;
 CREATE INDEX jobs_due ON jobs (queue, due_at, state) WHERE due_at IS NOT NULL;
 CREATE INDEX jobs_leased ON jobs (queue, lease_until, state) WHERE lease_until IS NOT NULL;
 CREATE INDEX jobs_aside ON jobs (queue, state) WHERE state IN ({{aside}});
 CREATE INDEX jobs_finished ON jobs (queue, finished_at, state) WHERE finished_at IS NOT NULL;
+-- For the ledger's queries, beside the ones of its own: keys that were given; and what is neither in line, nor leased, nor
+-- an ordinary success. OR, not IN: that is how SQLite finds the one state that a query asks for.
+CREATE INDEX jobs_by_key ON jobs (tenant_id, idempotency_key) WHERE idempotency_key <> job_id AND idempotency_key <> '';
+CREATE INDEX jobs_by_state ON jobs (tenant_id, state, created_at, job_id) WHERE {{noted}};
 
 -- The story of every job; `id` is the feed position, `job` the row of the job. What the job's own row still says
--- (the envelope of a creation, the result of a success) is not copied into `data`.
-CREATE TABLE job_events (
+-- (most of the envelope of a creation, the result of a success) is not copied into `data`.
+CREATE TABLE events (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
-    tenant_id   TEXT    NOT NULL,
-    job_id      TEXT    NOT NULL,
     job         INTEGER NOT NULL,
     seq         INTEGER NOT NULL CHECK (seq > 0),
     type        TEXT    NOT NULL,
@@ -73,9 +78,15 @@ CREATE TABLE job_events (
     data        TEXT,
     at          INTEGER NOT NULL
 );
-CREATE UNIQUE INDEX job_events_by_job ON job_events (job, seq);
+CREATE UNIQUE INDEX events_by_job ON events (job, seq);
+-- The same as the ledger names it, whole.
+CREATE VIEW job_events AS
+SELECT event.id, jobs.tenant_id, jobs.job_id, jobs.queue, event.job, event.seq, event.type, event.from_state,
+       event.to_state, event.attempt, event.retry_count, event.worker, event.message, {{event_data}} AS data, event.at
+  FROM events AS event JOIN jobs ON jobs.id = event.job;
 
--- One atomic step of one queue: the events first_event..position. `total_bytes` is a running sum of `bytes`.
+-- One atomic step of one queue: the events first_event..position. `total_bytes` is a running sum of `bytes`; `hurry`:
+-- a durable submission waits for it.
 CREATE TABLE feed_entries (
     queue       TEXT    NOT NULL,
     position    INTEGER NOT NULL,
@@ -83,6 +94,7 @@ CREATE TABLE feed_entries (
     nonce       TEXT    NOT NULL,
     bytes       INTEGER NOT NULL,
     total_bytes INTEGER NOT NULL,
+    hurry       INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (queue, position)
 ) WITHOUT ROWID;
 CREATE TABLE feed_readers (
@@ -116,14 +128,17 @@ CREATE TABLE dlq_items (
     retry_count  INTEGER NOT NULL,
     history      TEXT    NOT NULL,
     failed_at    INTEGER NOT NULL,
-    status       TEXT    NOT NULL DEFAULT 'open',
+    status       TEXT    NOT NULL DEFAULT 'open' CHECK (status IN ('open', 'discard_requested', 'discarded', 'replayed')),
     requested_by TEXT,
     confirmed_by TEXT,
     reason       TEXT,
     replayed_as  TEXT,
+    acked_at     INTEGER,
     PRIMARY KEY (tenant_id, dlq_id)
 ) WITHOUT ROWID;
-CREATE INDEX dlq_items_by_job ON dlq_items (queue, job_id);
+CREATE INDEX dlq_items_by_queue ON dlq_items (queue, failed_at);
+CREATE INDEX dlq_items_by_job ON dlq_items (tenant_id, job_id, queue);
+CREATE INDEX dlq_items_by_time ON dlq_items (tenant_id, failed_at, dlq_id);
 
 CREATE TABLE queues (
     queue         TEXT PRIMARY KEY,

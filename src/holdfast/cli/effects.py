@@ -1,0 +1,231 @@
+"""`holdfast effects`: keys that are in doubt, and a person's word on what happened."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.command import AsJson, Connection, command
+from holdfast.cli.lookup import actor
+from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.clock import SystemClock
+from holdfast.core.codec import decode_json, encode_json
+from holdfast.core.job import DEFAULT_TENANT
+from holdfast.core.states import State
+from holdfast.engine.port import Engine
+from holdfast.errors import EffectInDoubt, InvalidOption, UsageError
+from holdfast.ledger.port import KeyState, Ledger, Outcome
+
+if TYPE_CHECKING:
+    from holdfast.ledger.keyring import Keyring, KeyRow
+
+effects = typer.Typer(help="Once-only effects: which are in doubt, and how they ended.", no_args_is_help=True)
+
+Key = Annotated[str, typer.Argument(metavar="KEY", help="The effect's key, as the task gave it.")]
+Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="The key's tenant.")]
+AnyTenant = Annotated[
+    str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant. Default: all.", show_default=False)
+]
+OnlyState = Annotated[
+    str | None,
+    typer.Option("--state", metavar="STATE", help="reserved or in_doubt. Default: both.", show_default=False),
+]
+Limit = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most so many.")]
+DoneAs = Annotated[
+    str | None,
+    typer.Option(
+        "--done", metavar="JSON", help="It happened; this is its result ('null' if none).", show_default=False
+    ),
+]
+NotDone = Annotated[bool, typer.Option("--not-done", help="It did not happen, and will not: the key is free again.")]
+Resume = Annotated[
+    bool, typer.Option("--resume/--no-resume", help="Send the job back to work that was suspended for it.")
+]
+Database = Annotated[
+    str, typer.Option("--database", metavar="URL", help="postgresql://… or sqlite:///…: a database of your own.")
+]
+
+
+@command(
+    effects,
+    "list",
+    examples=("holdfast effects list --state in_doubt", "holdfast effects list --tenant acme --json"),
+)
+async def list_effects(
+    at: Connection, tenant: AnyTenant = None, state: OnlyState = None, limit: Limit = 100, as_json: AsJson = False
+) -> None:
+    """Effects that are in doubt or under way, the oldest first."""
+    if state is not None and state not in (KeyState.RESERVED, KeyState.IN_DOUBT):
+        raise InvalidOption(f"--state must be reserved or in_doubt, not {state}")
+    async with _opened(at) as (_, ledger):
+        rows = await _keyring(ledger).unsettled(tenant, None if state is None else KeyState(state), limit)
+    if as_json:
+        emit_json([_document(row) for row in rows])
+        return
+    columns = ("tenant", "key", "state", "since", "function", "job", "attempt", "why")
+    emit_rows(columns, [_line(row) for row in rows], empty="no effect is in doubt or under way")
+
+
+@command(effects, "show", examples=("holdfast effects show publish:42", "holdfast effects show publish:42 --json"))
+async def show(at: Connection, key: Key, tenant: Tenant = DEFAULT_TENANT, as_json: AsJson = False) -> None:
+    """One key: its state, its result, and whose it is."""
+    async with _opened(at) as (_, ledger):
+        row = await _found(ledger, tenant, key)
+    if as_json:
+        emit_json(_document(row))
+        return
+    for name, value in _document(row).items():
+        if value is not None:
+            print(f"{name}\t{value if isinstance(value, str) else encode_json(value, name).decode()}")
+
+
+@command(
+    effects,
+    "resolve",
+    examples=(
+        """holdfast effects resolve publish:42 --done '{"url": "/42"}'""",
+        "holdfast effects resolve publish:42 --not-done",
+    ),
+)
+async def resolve(
+    at: Connection,
+    key: Key,
+    done: DoneAs = None,
+    not_done: NotDone = False,
+    resume: Resume = True,
+    tenant: Tenant = DEFAULT_TENANT,
+    as_json: AsJson = False,
+) -> None:
+    """Say what became of an effect in doubt, after you have looked. Its suspended job goes on."""
+    if (done is None) == (not not_done):
+        raise UsageError("say either --done JSON or --not-done")
+    value = None if done is None else _json(done)
+    async with _opened(at) as (engine, ledger):
+        row = await _found(ledger, tenant, key)
+        if row.state == KeyState.DONE:
+            raise UsageError(f"the effect {key!r} is done already; `holdfast effects show {key}` has its result")
+        if row.state == KeyState.RESERVED and await _is_running(engine, row):
+            raise UsageError(
+                f"the effect {key!r} is under way in job {row.job_id}; wait for its end, or cancel the job"
+            )
+        state = None if value is None else KeyState.DONE
+        outcome = Outcome(tenant_id=tenant, key=key, token=row.token, state=state, value=value)
+        if not (await ledger.effects.conclude([outcome]))[0]:
+            raise UsageError(f"the effect {key!r} was reserved again in this moment; look at it once more")
+        resumed = resume and await _resume(engine, row)
+    if as_json:
+        emit_json(
+            {
+                "tenant_id": tenant,
+                "key": key,
+                "state": None if state is None else state.value,
+                "job_id": row.job_id,
+                "resumed": resumed,
+            }
+        )
+        return
+    goes_on = "goes on" if resumed else "was left as it is"
+    note(f"{key} is {'done' if state else 'free again'}; job {row.job_id} {goes_on}")
+
+
+@command(effects, "create-table", examples=("holdfast effects create-table --database postgresql://localhost/shop",))
+async def create_table(at: Connection, database: Database, as_json: AsJson = False) -> None:
+    """Make the table of keys that `ctx.transaction` needs in a database of your own; harmless to repeat."""
+    from sqlalchemy.exc import ArgumentError, DBAPIError
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    from holdfast.effects import create_keys_table
+
+    scheme, _, rest = database.partition("://")
+    driver = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
+    try:
+        engine = create_async_engine(f"{driver.get(scheme, scheme)}://{rest}")
+    except (ArgumentError, ImportError) as exc:
+        raise UsageError(f"--database: {exc}") from exc
+    try:
+        await create_keys_table(engine)
+    except (DBAPIError, OSError) as exc:
+        raise UsageError(f"the table could not be made: {exc}") from exc
+    finally:
+        await engine.dispose()
+    if as_json:
+        emit_json({"table": "idempotency_keys"})
+    else:
+        note("the table idempotency_keys is there")
+
+
+@asynccontextmanager
+async def _opened(at: Connection) -> AsyncIterator[tuple[Engine, Ledger]]:
+    from holdfast.ledger.factory import build_ledger
+
+    async with at.engine() as engine:
+        ledger = build_ledger(at.settings(), engine, SystemClock())
+        if ledger is None:
+            raise InvalidOption("there is no ledger to look into: set HOLDFAST_LEDGER")
+        try:
+            await ledger.open()
+            yield engine, ledger
+        finally:
+            await ledger.close()
+
+
+def _keyring(ledger: Ledger) -> Keyring:
+    from holdfast.ledger.keyring import Keyring
+
+    return Keyring(ledger.queries.engine)
+
+
+async def _found(ledger: Ledger, tenant: str, key: str) -> KeyRow:
+    row = await _keyring(ledger).find(tenant, key)
+    if row is None:
+        raise UsageError(f"tenant {tenant!r} has no effect under the key {key!r}; see `holdfast effects list`")
+    return row
+
+
+async def _is_running(engine: Engine, row: KeyRow) -> bool:
+    (view,) = await engine.get(row.queue, [row.job_id])
+    return view is not None and (view.state, view.attempt, view.worker) == (State.RUNNING, row.attempt, row.worker)
+
+
+async def _resume(engine: Engine, row: KeyRow) -> bool:
+    """Only a job that waits for this word: one that was suspended for another reason stays."""
+    (view,) = await engine.get(row.queue, [row.job_id])
+    if view is None or view.state is not State.SUSPENDED or view.failure is None:
+        return False
+    if view.failure.code != EffectInDoubt.code:
+        return False
+    reason = f"the effect {row.key!r} was resolved"
+    await engine.move(row.queue, row.job_id, State.QUEUED, actor=actor(), reason=reason)
+    return True
+
+
+def _json(text: str) -> bytes:
+    return encode_json(decode_json(text.encode("utf-8", "replace"), "--done"), "--done")
+
+
+def _line(row: KeyRow) -> tuple[str, ...]:
+    since = row.updated_at.isoformat(timespec="seconds")
+    return (
+        row.tenant_id, row.key, row.state, since, row.function, row.job_id, str(row.attempt), row.reason or ""
+    )  # fmt: skip
+
+
+def _document(row: KeyRow) -> dict[str, Any]:
+    return {
+        "tenant_id": row.tenant_id,
+        "key": row.key,
+        "state": row.state,
+        "function": row.function,
+        "queue": row.queue,
+        "job_id": row.job_id,
+        "attempt": row.attempt,
+        "worker": row.worker,
+        "reason": row.reason,
+        "value": None if row.value is None else decode_json(row.value.encode(), "the result"),
+        "created_at": row.created_at.isoformat(),
+        "updated_at": row.updated_at.isoformat(),
+        "expires_at": None if row.expires_at is None else row.expires_at.isoformat(),
+    }

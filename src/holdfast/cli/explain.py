@@ -1,0 +1,76 @@
+"""`holdfast explain JOB`: its story in plain sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.command import AsJson, Connection, OneQueue, command
+from holdfast.cli.output import emit_json
+from holdfast.cli.stores import Stores, stores
+from holdfast.errors import UnknownJob
+
+if TYPE_CHECKING:
+    from holdfast.ledger.explain import Explanation
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "explain",
+        examples=(
+            "holdfast explain 019a2f31c07d7e0ab1c2d3e4f5a6b7c8",
+            "holdfast explain 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --json | jq -r '.then[]'",
+        ),
+    )(explain_job)
+
+
+async def explain_job(
+    at: Connection,
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")],
+    queue: OneQueue = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The job's tenant; without it all are asked.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What happened to a job, why it is where it is, and what will happen next, in plain sentences.
+
+    Needs a ledger: the engine's own file on SQLite, HOLDFAST_LEDGER on Redis.
+    """
+    async with stores(at) as both:
+        told = await _explained(both, job_id, tenant, queue)
+    if as_json:
+        emit_json({"job_id": job_id, "happened": told.happened, "why": told.why, "then": told.then})
+        return
+    print("\n".join(told.sentences))
+
+
+async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str | None) -> Explanation:
+    # SQLAlchemy, which other commands do not need.
+    from holdfast.ledger.explain import Explanation, Scene, explain
+
+    queries = both.remembered()
+    live = await both.live(job_id, queue)
+    try:
+        job = await queries.job(job_id, tenant, queue)
+    except UnknownJob:
+        if live is None or tenant not in (None, live.tenant_id):
+            raise
+        why = f"The engine has it as {live.state}; the ledger does not have it yet."
+        return Explanation([], [why], ["Ask again in a moment. If this lasts: does a worker or `holdfast upkeep` run?"])
+    letter = await queries.dead_letter(job.key)
+    effects = await queries.effects(job.key)
+    is_same = live is not None and (live.queue, live.tenant_id) == (job.queue, job.tenant_id)
+    scene = Scene(
+        job_id=job_id,
+        now_ms=await both.engine.now_ms(),
+        live=live if is_same else None,
+        lease_ms=round(both.settings.visibility_timeout_s * 1000),
+        dlq_id=letter.dlq_id if letter is not None else job.dlq_id,
+        letter_status=letter.status if letter is not None else None,
+        in_doubt=tuple(effect.key for effect in effects if effect.state == "in_doubt"),
+    )
+    return explain([event.event() for event in await queries.story(job.key)], scene)

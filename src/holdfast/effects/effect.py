@@ -1,0 +1,378 @@
+"""Once-only effects (requirement E2): reserve, act, record.
+
+    free ──reserve──► reserved ──act, record──► done ──► a second caller gets the recorded result
+                          │ an error, a timeout, a crash
+                          ▼
+                       in doubt ──► suspended, run again, or a check decides
+
+Nothing is done without a reservation in the ledger. One whose holder lives is waited for; one whose holder is lost, or
+that ended with an error, is in doubt: the effect may have happened. An end is recorded by the reservation's token,
+not by the job's lease, so that a holder that comes back late resolves the doubt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, Literal, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from holdfast.core.backoff import Backoff
+from holdfast.core.codec import encode_json
+from holdfast.core.job import Claim
+from holdfast.core.retry import Duration, duration_ms
+from holdfast.effects.calls import call, decode_as, fingerprint, inside, name_of
+from holdfast.effects.desk import Desk
+from holdfast.effects.tools import LAST_WORD_S, Scope
+from holdfast.errors import (
+    EffectInDoubt,
+    EffectMismatch,
+    HoldfastError,
+    InvalidOption,
+    InvalidPayload,
+    LedgerUnavailable,
+    Unavailable,
+)
+from holdfast.ledger.port import Held, KeyState, Outcome, Reservation
+from holdfast.ledger.text import clean
+
+T = TypeVar("T")
+
+_log: Final = logging.getLogger("holdfast.effects")
+
+_KEY_LIMIT: Final = 1_000
+_REASON_LIMIT: Final = 500
+#: How long to wait between two looks at somebody else's effect.
+_LOOK_FIRST_S: Final = 0.02
+_LOOK_CAP_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T]):
+    """A check's answer: the effect has happened, and this is its result."""
+
+    value: T
+
+
+@dataclass(frozen=True, slots=True)
+class NotDone:
+    """A check's answer: it has not happened, and will not any more; act again."""
+
+
+Check = Callable[[str], Awaitable[Done[Any] | NotDone]]
+InDoubt = Literal["suspend", "run_again"] | Check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectOptions:
+    """What a caller may say about an effect."""
+
+    in_doubt: InDoubt = "suspend"
+    not_done: tuple[type[BaseException], ...] = ()
+    ttl_ms: int | None = None
+
+
+def make_options(in_doubt: object, not_done: object, ttl: Duration | None) -> EffectOptions:
+    """Checked; `InvalidOption` says what is wrong."""
+    if in_doubt not in ("suspend", "run_again") and not callable(in_doubt):
+        raise InvalidOption(f"in_doubt must be 'suspend', 'run_again' or an async function, not {in_doubt!r}")
+    types = not_done if isinstance(not_done, tuple) else (not_done,)
+    for item in types:
+        if not (isinstance(item, type) and issubclass(item, BaseException)):
+            raise InvalidOption(f"not_done takes an exception type or a tuple of them, not {item!r}")
+    ttl_ms = None if ttl is None else duration_ms(ttl, "ttl")
+    if ttl_ms == 0:
+        raise InvalidOption("ttl must be more than 0; leave it out to remember the effect for good")
+    return EffectOptions(in_doubt=in_doubt, not_done=types, ttl_ms=ttl_ms)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A reservation of ours: now act, then conclude. `value`, if it was done before: then do not act."""
+
+    outcome: Outcome
+    value: bytes | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Effect:
+    """One call of one function under one key."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        options: EffectOptions,
+        key: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._tools = scope.tools
+        self._claim: Claim = scope.claim
+        self._options = options
+        self._key = check_key(key)
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._bound_to = (name_of(function), fingerprint(function, args, kwargs))
+
+    # On the event loop -------------------------------------------------------------------------------
+
+    async def run(self) -> Any:
+        """The function's result, or the recorded one."""
+        ticket = await self.begin()
+        if ticket.value is not None:
+            return self.decoded(ticket.value)
+        try:
+            with inside("effect"):
+                value = await call(self._function, self._args, self._kwargs, late=lambda late: self._late(ticket, late))
+        except GeneratorExit:
+            # Thrown away under us: nothing can be awaited here any more.
+            self._tools.later(self.failed(ticket, asyncio.CancelledError("thrown away")))
+            raise
+        except BaseException as exc:
+            await self._last_word(self.failed(ticket, exc))
+            raise
+        return await self._finish(ticket, value)
+
+    async def _finish(self, ticket: Ticket, value: Any) -> Any:
+        recording = asyncio.ensure_future(self.succeeded(ticket, value))
+        try:
+            return await asyncio.shield(recording)
+        except asyncio.CancelledError:
+            await self._last_word(recording)
+            raise
+
+    def _late(self, ticket: Ticket, value: Any) -> None:
+        """A thread that nobody could stop has come to its end after all: that resolves the doubt."""
+        self._tools.later(_quietly(self.succeeded(ticket, value)))
+
+    async def _last_word(self, words: Awaitable[Any]) -> None:
+        """Say it, whatever happens to us, for a limited time."""
+        speaking = self._tools.later(_quietly(words))
+        give_up_at = self._tools.loop.time() + LAST_WORD_S
+        while not speaking.done() and (left_s := give_up_at - self._tools.loop.time()) > 0:
+            try:
+                await asyncio.wait([speaking], timeout=left_s)
+            except asyncio.CancelledError:
+                continue
+
+    # Its three parts: also for a thread, which acts by itself ------------------------------------------
+
+    async def begin(self) -> Ticket:
+        """Reserve the key, or find out what became of it. Raises if it is in doubt, or under way for too long."""
+        desk = await self._tools.desk()
+        backoff: Backoff | None = None
+        give_up_at = self._tools.loop.time() + self._tools.patience_s
+        instead_of = ""
+        while True:
+            ticket = Ticket(self._outcome(uuid4().hex))
+            held = await self._reserve(desk, ticket, instead_of)
+            instead_of = ""
+            if held.token == ticket.outcome.token:
+                return ticket
+            self._check_binding(held)
+            if held.state is KeyState.DONE:
+                return Ticket(self._outcome(held.token), held.value)
+            if held.state is KeyState.RESERVED and await self._is_under_way(held):
+                if self._tools.loop.time() >= give_up_at:
+                    raise Unavailable(
+                        f"the effect {self._key!r} has been under way in job {held.job_id} for too long; "
+                        "this job will look again later"
+                    )
+                backoff = backoff or Backoff(base_s=_LOOK_FIRST_S, cap_s=_LOOK_CAP_S)
+                await self._wait_for(held, backoff.next_s())
+                continue
+            resolved = await self._resolve(desk, held)
+            if isinstance(resolved, Ticket):
+                return resolved
+            instead_of = resolved
+
+    async def succeeded(self, ticket: Ticket, value: Any) -> Any:
+        """It happened: record its result, and give it back as it was recorded."""
+        try:
+            encoded = encode_json(value, f"the result of the effect {self._key!r}", self._tools.payload_limit)
+        except HoldfastError as exc:
+            await self._conclude(ticket, KeyState.IN_DOUBT, reason=f"it happened, but its result cannot be kept: {exc}")
+            raise InvalidPayload(
+                f"the effect {self._key!r} has happened, but its result cannot be kept ({exc}); it will not run again: "
+                f"return something that is JSON, then `holdfast effects resolve {self._key} --done RESULT`"
+            ) from exc
+        await self._conclude(ticket, KeyState.DONE, value=encoded)
+        return self.decoded(encoded)
+
+    async def failed(self, ticket: Ticket, error: BaseException) -> None:
+        """It raised: in doubt, or certainly not done. A ledger that is away does not matter: the lease tells, too."""
+        certain = isinstance(error, self._options.not_done)
+        reason = f"{type(error).__name__}: {error}"[:_REASON_LIMIT]
+        try:
+            await self._conclude(ticket, None if certain else KeyState.IN_DOUBT, reason=reason)
+        except LedgerUnavailable as exc:
+            if certain:
+                self._tools.give_back(ticket.outcome)
+            _log.warning("the end of the effect %r could not be written, it stays in doubt: %s", self._key, exc)
+
+    def decoded(self, value: bytes) -> Any:
+        """A recorded result, as the function would have returned it."""
+        return decode_as(self._function, value)
+
+    # Reserving ---------------------------------------------------------------------------------------
+
+    async def _reserve(self, desk: Desk, ticket: Ticket, instead_of: str) -> Held:
+        token = ticket.outcome.token
+        # Before it is made: whoever finds it in the ledger must see that it is under way here.
+        self._tools.active[token] = ticket.over
+        reserving = asyncio.ensure_future(desk.reserve(self._wish(token, instead_of)))
+        try:
+            held = await asyncio.shield(reserving)
+        except BaseException as exc:
+            del self._tools.active[token]
+            if isinstance(exc, asyncio.CancelledError | LedgerUnavailable):
+                # It may have been made all the same, and nothing will happen under it.
+                reserving.add_done_callback(_consume)
+                self._tools.give_back(ticket.outcome)
+            raise
+        if held.token != token:
+            del self._tools.active[token]
+        return held
+
+    def _wish(self, token: str, instead_of: str) -> Reservation:
+        function, arguments = self._bound_to
+        claim = self._claim
+        return Reservation(
+            tenant_id=claim.tenant_id,
+            key=self._key,
+            function=function,
+            fingerprint=arguments,
+            token=token,
+            queue=claim.queue,
+            job_id=claim.job_id,
+            attempt=claim.attempt,
+            worker=claim.lease.worker,
+            instead_of=instead_of,
+        )
+
+    def _outcome(self, token: str) -> Outcome:
+        return Outcome(tenant_id=self._claim.tenant_id, key=self._key, token=token, state=None)
+
+    def _check_binding(self, held: Held) -> None:
+        function, arguments = self._bound_to
+        if held.function != function:
+            raise EffectMismatch(self._key, f"it belongs to {held.function}, not to {function}")
+        if held.fingerprint != arguments:
+            raise EffectMismatch(
+                self._key, f"{function} was called with other arguments under it, in job {held.job_id}"
+            )
+
+    # Somebody else has it ------------------------------------------------------------------------------
+
+    async def _is_under_way(self, held: Held) -> bool:
+        """Whether its holder still lives: an effect of this process, or an attempt that has its lease."""
+        if held.token in self._tools.active:
+            return True
+        claim = self._claim
+        if held.worker == clean(claim.lease.worker):
+            return False
+        if (held.queue, held.job_id) == (claim.queue, clean(claim.job_id)):
+            # An earlier attempt of this very job: it has lost its lease, or we would not have one.
+            return False
+        return await self._tools.is_alive(held.queue, held.job_id, held.attempt, held.worker)
+
+    async def _wait_for(self, held: Held, pause_s: float) -> None:
+        over = self._tools.active.get(held.token)
+        if over is None:
+            await asyncio.sleep(pause_s)
+            return
+        try:
+            async with asyncio.timeout(_LOOK_CAP_S):
+                await over.wait()
+        except TimeoutError:
+            return
+
+    async def _resolve(self, desk: Desk, held: Held) -> Ticket | str:
+        """An effect in doubt: a ticket with its result, or the token to take over; empty: look again."""
+        if held.token in self._tools.unused:
+            return held.token
+        policy = self._options.in_doubt
+        if policy == "run_again":
+            _log.warning("the effect %r is in doubt and runs again", self._key)
+            return held.token
+        if callable(policy):
+            return await self._ask(policy, held)
+        why = held.reason or f"worker {held.worker} was lost in attempt {held.attempt} of job {held.job_id}"
+        if held.state is KeyState.RESERVED:
+            await desk.conclude(
+                msgspec.structs.replace(self._outcome(held.token), state=KeyState.IN_DOUBT, reason=why[:_REASON_LIMIT])
+            )
+            now = await desk.look(self._claim.tenant_id, self._key)
+            if now is None or (now.state, now.token) != (KeyState.IN_DOUBT, held.token):
+                # Its holder, or somebody else, came in this very moment.
+                return ""
+        raise EffectInDoubt(self._key, why)
+
+    async def _ask(self, check: Check, held: Held) -> Ticket | str:
+        answer: Any = check(self._key)
+        found: object = await answer if inspect.isawaitable(answer) else answer
+        if isinstance(found, NotDone) or found is NotDone:
+            return held.token
+        if not isinstance(found, Done):
+            raise InvalidOption(
+                f"the check of the effect {self._key!r} must answer Done(…) or NotDone(), not {found!r}"
+            )
+        value = encode_json(found.value, f"what the check says of {self._key!r}", self._tools.payload_limit)
+        outcome = msgspec.structs.replace(
+            self._outcome(held.token), state=KeyState.DONE, value=value, ttl_ms=self._options.ttl_ms
+        )
+        still_so = await self._tools.persist(outcome, self._tools.patience_s)
+        return Ticket(outcome, value) if still_so else ""
+
+    # Ending --------------------------------------------------------------------------------------------
+
+    async def _conclude(
+        self, ticket: Ticket, state: KeyState | None, *, value: bytes | None = None, reason: str = ""
+    ) -> None:
+        ttl_ms = self._options.ttl_ms if state is KeyState.DONE else None
+        outcome = msgspec.structs.replace(ticket.outcome, state=state, value=value, reason=reason, ttl_ms=ttl_ms)
+        try:
+            held = await self._tools.persist(outcome, self._tools.patience_s)
+        finally:
+            ticket.over.set()
+            self._tools.active.pop(outcome.token, None)
+        if not held and state is KeyState.DONE:
+            self._tools.counts.effect_duplicates += 1
+            _log.error(
+                "effect.duplicate: the effect %r (tenant %s) was reserved again while job %s was at it: "
+                "it may have happened twice",
+                self._key,
+                self._claim.tenant_id,
+                self._claim.job_id,
+            )
+
+
+def check_key(key: object) -> str:
+    """Any text that is not empty, not too long, and can be stored."""
+    if not isinstance(key, str) or not key:
+        raise InvalidOption(f"an effect's key must be a text that is not empty, got {key!r}")
+    if len(key) > _KEY_LIMIT:
+        raise InvalidOption(f"an effect's key has {len(key)} characters, the limit is {_KEY_LIMIT}")
+    if clean(key) != key:
+        raise InvalidOption(f"an effect's key {key!r} must have no zero bytes and no half characters (lone surrogates)")
+    return key
+
+
+async def _quietly(words: Awaitable[Any]) -> None:
+    try:
+        await words
+    except HoldfastError as exc:
+        _log.error("the end of an effect that came late could not be recorded: %s", exc)
+
+
+def _consume(future: asyncio.Future[Any]) -> None:
+    """Look at its exception, so that asyncio does not complain."""
+    if not future.cancelled():
+        future.exception()

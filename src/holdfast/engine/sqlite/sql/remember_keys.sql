@@ -1,0 +1,6 @@
+-- remember_keys: keys that a ledger knew; what is known here stays.
+-- Takes  queue; rows of tenant, key, job id, expires_at
+INSERT OR IGNORE INTO submission_keys (queue, tenant_id, key, job_id, expires_at)
+SELECT ?, column1, column2, column3, column4
+  FROM (VALUES {{rows 4}})
+ WHERE column1 IS NOT NULL

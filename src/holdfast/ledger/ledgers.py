@@ -1,0 +1,73 @@
+"""Ledgers with a store of their own: the roles, put together."""
+
+from __future__ import annotations
+
+from holdfast.clock import Clock
+from holdfast.engine.port import Finding
+from holdfast.ledger.port import Effects, Projection, Recovery
+from holdfast.ledger.postgres import diagnosis as postgres_diagnosis
+from holdfast.ledger.postgres import retention as postgres_retention
+from holdfast.ledger.postgres.effects import PostgresEffects
+from holdfast.ledger.postgres.projection import PostgresProjection
+from holdfast.ledger.postgres.store import PostgresStore
+from holdfast.ledger.queries import Queries
+from holdfast.ledger.recovery import SqlRecovery
+from holdfast.ledger.sqlite import diagnosis as sqlite_diagnosis
+from holdfast.ledger.sqlite import retention as sqlite_retention
+from holdfast.ledger.sqlite.effects import SqliteEffects
+from holdfast.ledger.sqlite.projection import SqliteProjection
+from holdfast.ledger.sqlite.store import SqliteStore
+
+
+class PostgresLedger:
+    """In a PostgreSQL database."""
+
+    def __init__(self, store: PostgresStore) -> None:
+        self.store = store
+        self.projection: Projection = PostgresProjection(store)
+        self.effects: Effects = PostgresEffects(store)
+        self.recovery: Recovery = SqlRecovery(store.readers)
+        self.queries = Queries(store.readers)
+
+    async def open(self) -> None:
+        # The store looks at the ledger with its first connection.
+        await self.store.execute("SELECT 1")
+
+    async def close(self) -> None:
+        await self.store.close()
+
+    def sibling(self) -> PostgresLedger:
+        return PostgresLedger(self.store.sibling())
+
+    async def prune(self, keep_ms: int, limit: int) -> int:
+        return await postgres_retention.prune(self.store, keep_ms, limit)
+
+    async def diagnose(self) -> list[Finding]:
+        return await postgres_diagnosis.examine(self.store)
+
+
+class SqliteLedger:
+    """In a SQLite file of its own."""
+
+    def __init__(self, store: SqliteStore, clock: Clock) -> None:
+        self.store = store
+        self._clock = clock
+        self.projection: Projection = SqliteProjection(store, clock)
+        self.effects: Effects = SqliteEffects(store, clock)
+        self.recovery: Recovery = SqlRecovery(store.readers)
+        self.queries = Queries(store.readers)
+
+    async def open(self) -> None:
+        await self.store.open()
+
+    async def close(self) -> None:
+        await self.store.close()
+
+    def sibling(self) -> SqliteLedger:
+        return SqliteLedger(self.store.sibling(), self._clock)
+
+    async def prune(self, keep_ms: int, limit: int) -> int:
+        return await self.store.write(sqlite_retention.prune, self._clock.now_ms(), keep_ms, limit)
+
+    async def diagnose(self) -> list[Finding]:
+        return await sqlite_diagnosis.examine(self.store)

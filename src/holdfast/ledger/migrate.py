@@ -1,0 +1,232 @@
+"""Brings a ledger's tables up to this release, or back down; all or nothing, and harmless when two do it at once.
+
+PostgreSQL: one transaction under an advisory lock. SQLite: one exclusive transaction. The embedded ledger is part of
+the engine's file, which has versions of its own (`engine.sqlite.upgrade`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, create_engine, event, inspect, text
+from sqlalchemy.pool import NullPool
+
+from holdfast.engine.sqlite.connection import BUSY_TIMEOUT_MS, SCHEMA_VERSION, connect, translate, version_of
+from holdfast.engine.sqlite.upgrade import upgrade
+from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
+from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
+from holdfast.ledger.sqlite.files import APPLICATION_ID, foreign
+from holdfast.ledger.version import HEAD, READ_VERSION, TABLE
+
+T = TypeVar("T")
+
+BASE: Final = "base"
+_SCRIPTS: Final = Path(__file__).parent / "migrations"
+#: Any number will do, as long as all of us take the same one.
+_LOCK: Final = 0x686F6C64
+
+
+class Migration(msgspec.Struct, frozen=True):
+    """One step."""
+
+    version: str
+    title: str
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Where a ledger is. `pending` is what `up` would do."""
+
+    ledger: str
+    version: str | None
+    wanted: str
+    pending: list[Migration]
+
+    @property
+    def newer(self) -> bool:
+        """Written by a later release than this one."""
+        return self.version is not None and self.version > self.wanted
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What a run did."""
+
+    ledger: str
+    before: str | None
+    after: str | None
+
+
+class EngineFile(msgspec.Struct, frozen=True):
+    """An engine's file, with the ledger in it."""
+
+    path: Path
+
+
+#: A database, a ledger's own file, or an engine's file.
+Target = PostgresStore | Path | EngineFile
+
+
+async def up(store: Target, to: str = "head") -> Change:
+    """Apply what is missing. Raises `SchemaMismatch` for a ledger of a later release."""
+    if isinstance(store, EngineFile):
+        return await asyncio.to_thread(_upgrade_engine, store.path)
+
+    def work(connection: Connection) -> Change:
+        return _change(connection, name, lambda config: command.upgrade(config, to))
+
+    name = _name(store)
+    return await _run(store, work)
+
+
+async def down(store: Target, to: str = BASE) -> Change:
+    """Take migrations back. What only they had room for is lost; `base` drops all of the ledger's tables."""
+    if isinstance(store, EngineFile):
+        raise InvalidOption(f"the ledger in {store.path} cannot be taken out of the engine's file: they are one")
+
+    def work(connection: Connection) -> Change:
+        change = _change(connection, name, lambda config: command.downgrade(config, to))
+        if change.after is None:
+            connection.execute(text(f"DROP TABLE IF EXISTS {TABLE}"))
+        return change
+
+    name = _name(store)
+    return await _run(store, work)
+
+
+async def status(store: Target) -> Status:
+    """Looks; changes nothing."""
+    if isinstance(store, EngineFile):
+        return await asyncio.to_thread(_engine_status, store.path)
+    name = _name(store)
+    if isinstance(store, Path) and not store.exists():
+        found = None
+    else:
+        found = await _run(store, _found, only_look=True)
+    scripts = ScriptDirectory(str(_SCRIPTS))
+    known = [one.revision for one in scripts.walk_revisions()]
+    pending = [
+        Migration(one.revision, (one.doc or "").rstrip("."))
+        for one in reversed(list(scripts.walk_revisions()))
+        if found is None or (found in known and one.revision > found)
+    ]
+    return Status(name, found, HEAD, pending)
+
+
+def _change(connection: Connection, name: str, run: Callable[[Config], None]) -> Change:
+    before = _found(connection)
+    if before is not None and before > HEAD:
+        raise SchemaMismatch(name, before, HEAD)
+    run(_config(connection))
+    return Change(name, before, _found(connection))
+
+
+def _config(connection: Connection) -> Config:
+    config = Config()
+    # A `%` in a path would be taken for an interpolation.
+    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _found(connection: Connection) -> str | None:
+    if not inspect(connection).has_table(TABLE):
+        return None
+    row = connection.execute(text(READ_VERSION)).first()
+    return None if row is None else str(row[0])
+
+
+def _name(store: PostgresStore | Path) -> str:
+    return str(store) if isinstance(store, Path) else store.name
+
+
+async def _run(store: PostgresStore | Path, work: Callable[[Connection], T], *, only_look: bool = False) -> T:
+    if isinstance(store, Path):
+        return await asyncio.to_thread(_run_on_file, store, work, only_look)
+    async with store.readers.connect() as connection, connection.begin():
+        if not only_look:
+            # Held until the end of the transaction: the second one waits, then finds nothing to do.
+            await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+        return await connection.run_sync(work)
+
+
+def _run_on_file(path: Path, work: Callable[[Connection], T], only_look: bool) -> T:
+    engine = create_engine(
+        URL.create("sqlite", database=str(path)), poolclass=NullPool, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000}
+    )
+    event.listen(engine, "connect", _let_us_begin)
+    event.listen(engine, "begin", _begin_to_look if only_look else _begin)
+    try:
+        with engine.begin() as connection:
+            _check_file(connection, path)
+            if not only_look:
+                connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+            return work(connection)
+    except Exception as exc:
+        cause = getattr(exc, "orig", exc)
+        if isinstance(cause, sqlite3.DatabaseError) and not isinstance(cause, sqlite3.IntegrityError):
+            raise translate(cause, path, LedgerUnavailable) from exc
+        raise
+    finally:
+        engine.dispose()
+
+
+def _let_us_begin(connection: Any, _record: object) -> None:
+    # Else the driver begins and commits where it thinks fit, and DDL is outside of every transaction.
+    connection.isolation_level = None
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _begin_to_look(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN")
+
+
+def _check_file(connection: Connection, path: Path) -> None:
+    """Raises `InvalidOption` for anybody else's file."""
+    tables = connection.exec_driver_sql("SELECT count(*) FROM sqlite_schema").scalar_one()
+    owner = connection.exec_driver_sql("PRAGMA application_id").scalar_one()
+    if owner != APPLICATION_ID and (tables or owner):
+        raise foreign(path, owner)
+
+
+# The engine's file ---------------------------------------------------------------------------------
+
+
+def _upgrade_engine(path: Path) -> Change:
+    before = _engine_version(path)
+    upgrade(path)
+    return Change(str(path), before, str(SCHEMA_VERSION))
+
+
+def _engine_status(path: Path) -> Status:
+    found, wanted = _engine_version(path), str(SCHEMA_VERSION)
+    pending = [] if found == wanted else [Migration(wanted, "the engine's file, and the ledger in it")]
+    return Status(str(path), found, wanted, pending)
+
+
+def _engine_version(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    try:
+        with closing(connect(path)) as connection:
+            version = version_of(connection, path)
+    except sqlite3.Error as exc:
+        raise translate(exc, path, LedgerUnavailable) from exc
+    return None if version is None else str(version)
+
+
+def migration_store(url: str) -> PostgresStore:
+    """A store for migrations: a single connection, patient enough for a big table, and no look at the version."""
+    if not url.startswith(("postgresql://", "postgres://")):
+        raise InvalidOption("migrations run on postgresql:// and sqlite:// ledgers")
+    return PostgresStore(url, StoreOptions(pool_size=1, reply_timeout_s=3_600))

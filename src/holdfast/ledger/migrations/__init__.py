@@ -1,0 +1,1 @@
+"""Alembic migrations of the ledger. Run by `holdfast migrate`; there is no alembic.ini."""

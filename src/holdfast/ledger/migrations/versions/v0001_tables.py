@@ -1,0 +1,332 @@
+"""The ledger's tables.
+
+Revision ID: 0001
+Revises:
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+#: An instant: whole milliseconds (UTC) where the store has no such type.
+INSTANT: Final = sa.DateTime(timezone=True).with_variant(sa.BigInteger(), "sqlite")
+
+
+def _only(predicate: str) -> dict[str, Any]:
+    """An index on some of the rows."""
+    return {"postgresql_where": sa.text(predicate), "sqlite_where": sa.text(predicate)}
+
+
+def upgrade() -> None:
+    _create_jobs()
+    _create_job_events()
+    _create_dlq_items()
+    _create_idempotency_keys()
+    _create_job_steps()
+    _create_approvals()
+    _create_outbox_events()
+    _create_queue_executions()
+    _create_ledger_owner()
+    _create_feed_positions()
+    _create_feed_entries()
+    _create_anomalies()
+
+
+def downgrade() -> None:
+    op.drop_table("anomalies")
+    op.drop_table("feed_entries")
+    op.drop_table("feed_positions")
+    op.drop_table("ledger_owner")
+    op.drop_table("queue_executions")
+    op.drop_table("outbox_events")
+    op.drop_table("approvals")
+    op.drop_table("job_steps")
+    op.drop_table("idempotency_keys")
+    op.drop_table("dlq_items")
+    op.drop_table("job_events")
+    op.drop_table("jobs")
+
+
+def _create_jobs() -> None:
+    op.create_table(
+        "jobs",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("job_id", sa.Text(), nullable=False),
+        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("job_type", sa.Text(), nullable=False),
+        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("priority", sa.SmallInteger(), nullable=False),
+        sa.Column("attempt", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("retry_count", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("last_seq", sa.Integer(), nullable=False),
+        sa.Column("idempotency_key", sa.Text(), nullable=False),
+        sa.Column("trace_id", sa.Text(), server_default="", nullable=False),
+        sa.Column("worker", sa.Text()),
+        sa.Column("error_code", sa.Text()),
+        sa.Column("last_error", sa.Text()),
+        sa.Column("error_message", sa.Text()),
+        sa.Column("payload", sa.Text(), nullable=False),
+        sa.Column("context", sa.Text()),
+        sa.Column("result", sa.Text()),
+        sa.Column("meta", sa.Text()),
+        sa.Column("run_at", INSTANT),
+        sa.Column("next_retry_at", INSTANT),
+        sa.Column("dlq_id", sa.Text()),
+        sa.Column("created_at", INSTANT, nullable=False),
+        sa.Column("updated_at", INSTANT, nullable=False),
+        sa.Column("finished_at", INSTANT),
+        sa.CheckConstraint(
+            "(finished_at IS NOT NULL) = (state IN ('cancelled', 'failed', 'succeeded'))", name=op.f("jobs_end_time")
+        ),
+        sa.CheckConstraint(
+            "state IN ('cancelled', 'dlq_pending', 'dlq_recorded', 'failed', 'queued', "
+            "'retrying', 'running', 'succeeded', 'suspended', 'waiting_approval')",
+            name=op.f("jobs_known_state"),
+        ),
+        sa.CheckConstraint(
+            "state NOT IN ('dlq_recorded', 'failed') OR dlq_id IS NOT NULL", name=op.f("jobs_dead_letter")
+        ),
+        sa.CheckConstraint("attempt >= 0 AND retry_count >= 0 AND last_seq > 0", name=op.f("jobs_counts")),
+        sa.PrimaryKeyConstraint("tenant_id", "job_id", "queue", name=op.f("jobs_pk")),
+    )
+    op.create_index(op.f("jobs_by_key"), "jobs", ["tenant_id", "idempotency_key"], **_only("idempotency_key <> job_id"))
+    op.create_index(
+        op.f("jobs_by_state"), "jobs", ["tenant_id", "state", "created_at", "job_id"], **_only("state <> 'succeeded'")
+    )
+    op.create_index(op.f("jobs_by_time"), "jobs", ["tenant_id", "created_at", "job_id"])
+    op.create_index(op.f("jobs_by_trace"), "jobs", ["tenant_id", "trace_id"], **_only("trace_id <> ''"))
+    op.create_index(op.f("jobs_by_type"), "jobs", ["tenant_id", "job_type", "created_at", "job_id"])
+    op.create_index(
+        op.f("jobs_with_error"), "jobs", ["tenant_id", "created_at", "job_id"], **_only("last_error IS NOT NULL")
+    )
+
+
+def _create_job_events() -> None:
+    op.create_table(
+        "job_events",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("job_id", sa.Text(), nullable=False),
+        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("type", sa.Text(), nullable=False),
+        sa.Column("from_state", sa.Text()),
+        sa.Column("to_state", sa.Text()),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("retry_count", sa.Integer(), nullable=False),
+        sa.Column("worker", sa.Text()),
+        sa.Column("message", sa.Text()),
+        sa.Column("data", sa.Text()),
+        sa.Column("at", INSTANT, nullable=False),
+        sa.CheckConstraint("seq > 0", name=op.f("job_events_seq")),
+        sa.PrimaryKeyConstraint("tenant_id", "job_id", "queue", "seq", name=op.f("job_events_pk")),
+    )
+
+
+def _create_dlq_items() -> None:
+    op.create_table(
+        "dlq_items",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("dlq_id", sa.Text(), nullable=False),
+        sa.Column("job_id", sa.Text(), nullable=False),
+        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("job_type", sa.Text(), nullable=False),
+        sa.Column("trace_id", sa.Text(), server_default="", nullable=False),
+        sa.Column("payload", sa.Text(), nullable=False),
+        sa.Column("error_code", sa.Text(), nullable=False),
+        sa.Column("error", sa.Text(), nullable=False),
+        sa.Column("stack", sa.Text(), server_default="", nullable=False),
+        sa.Column("retry_count", sa.Integer(), nullable=False),
+        sa.Column("history", sa.Text(), nullable=False),
+        sa.Column("failed_at", INSTANT, nullable=False),
+        sa.Column("status", sa.Text(), server_default="open", nullable=False),
+        sa.Column("requested_by", sa.Text()),
+        sa.Column("confirmed_by", sa.Text()),
+        sa.Column("reason", sa.Text()),
+        sa.Column("replayed_as", sa.Text()),
+        sa.Column("acked_at", INSTANT),
+        sa.CheckConstraint(
+            "status IN ('open', 'discard_requested', 'discarded', 'replayed')", name=op.f("dlq_items_known_status")
+        ),
+        sa.PrimaryKeyConstraint("tenant_id", "dlq_id", name=op.f("dlq_items_pk")),
+    )
+    op.create_index(op.f("dlq_items_by_job"), "dlq_items", ["tenant_id", "job_id", "queue"], unique=True)
+    op.create_index(op.f("dlq_items_by_time"), "dlq_items", ["tenant_id", "failed_at", "dlq_id"])
+    op.create_index(op.f("dlq_items_unacked"), "dlq_items", ["tenant_id", "queue"], **_only("acked_at IS NULL"))
+
+
+def _create_idempotency_keys() -> None:
+    op.create_table(
+        "idempotency_keys",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("key", sa.Text(), nullable=False),
+        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("value", sa.Text()),
+        sa.Column("created_at", INSTANT, nullable=False),
+        sa.Column("expires_at", INSTANT),
+        sa.Column("function", sa.Text(), nullable=False),
+        sa.Column("fingerprint", sa.Text(), nullable=False),
+        sa.Column("token", sa.Text(), nullable=False),
+        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("job_id", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("worker", sa.Text(), nullable=False),
+        sa.Column("updated_at", INSTANT, nullable=False),
+        sa.Column("reason", sa.Text()),
+        sa.CheckConstraint("(state = 'done') = (value IS NOT NULL)", name=op.f("idempotency_keys_result")),
+        sa.CheckConstraint("state IN ('reserved', 'done', 'in_doubt')", name=op.f("idempotency_keys_known_state")),
+        sa.PrimaryKeyConstraint("tenant_id", "key", name=op.f("idempotency_keys_pk")),
+    )
+    op.create_index(
+        op.f("idempotency_keys_by_expiry"),
+        "idempotency_keys",
+        ["tenant_id", "expires_at"],
+        **_only("expires_at IS NOT NULL"),
+    )
+    op.create_index(op.f("idempotency_keys_by_job"), "idempotency_keys", ["tenant_id", "job_id"])
+    op.create_index(
+        op.f("idempotency_keys_in_doubt"), "idempotency_keys", ["tenant_id", "updated_at"], **_only("state <> 'done'")
+    )
+
+
+def _create_job_steps() -> None:
+    op.create_table(
+        "job_steps",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("job_id", sa.Text(), nullable=False),
+        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("position", sa.Integer(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("result", sa.Text(), nullable=False),
+        sa.Column("attempt", sa.Integer(), nullable=False),
+        sa.Column("at", INSTANT, nullable=False),
+        sa.CheckConstraint("position > 0", name=op.f("job_steps_position")),
+        sa.PrimaryKeyConstraint("tenant_id", "job_id", "queue", "position", name=op.f("job_steps_pk")),
+    )
+
+
+def _create_approvals() -> None:
+    op.create_table(
+        "approvals",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("approval_id", sa.Text(), nullable=False),
+        sa.Column("job_id", sa.Text(), nullable=False),
+        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("status", sa.Text(), server_default="requested", nullable=False),
+        sa.Column("payload_hash", sa.Text(), nullable=False),
+        sa.Column("policy", sa.Text()),
+        sa.Column("reason", sa.Text()),
+        sa.Column("requested_by", sa.Text(), nullable=False),
+        sa.Column("requested_at", INSTANT, nullable=False),
+        sa.Column("decided_by", sa.Text()),
+        sa.Column("decided_at", INSTANT),
+        sa.Column("decision_reason", sa.Text()),
+        sa.CheckConstraint("(decided_at IS NULL) = (status = 'requested')", name=op.f("approvals_decision")),
+        sa.CheckConstraint(
+            "status IN ('requested', 'approved', 'rejected', 'withdrawn')", name=op.f("approvals_known_status")
+        ),
+        sa.PrimaryKeyConstraint("tenant_id", "approval_id", name=op.f("approvals_pk")),
+    )
+    op.create_index(op.f("approvals_by_job"), "approvals", ["tenant_id", "job_id", "queue"])
+    op.create_index(op.f("approvals_by_time"), "approvals", ["tenant_id", "status", "requested_at"])
+
+
+def _create_outbox_events() -> None:
+    op.create_table(
+        "outbox_events",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("destination", sa.Text(), nullable=False),
+        sa.Column("topic", sa.Text(), nullable=False),
+        sa.Column("key", sa.Text()),
+        sa.Column("payload", sa.Text(), nullable=False),
+        sa.Column("headers", sa.Text()),
+        sa.Column("status", sa.Text(), server_default="NEW", nullable=False),
+        sa.Column("attempt_count", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("next_retry_at", INSTANT),
+        sa.Column("last_error", sa.Text()),
+        sa.Column("created_at", INSTANT, nullable=False),
+        sa.Column("sent_at", INSTANT),
+        sa.CheckConstraint("(sent_at IS NOT NULL) = (status = 'SENT')", name=op.f("outbox_events_sent")),
+        sa.CheckConstraint("status IN ('NEW', 'RETRYING', 'SENT', 'DEAD')", name=op.f("outbox_events_known_status")),
+        sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("outbox_events_pk")),
+    )
+
+
+def _create_queue_executions() -> None:
+    op.create_table(
+        "queue_executions",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("message_id", sa.Text(), nullable=False),
+        sa.Column("queue_name", sa.Text(), nullable=False),
+        sa.Column("event_name", sa.Text()),
+        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("started_at", INSTANT, nullable=False),
+        sa.Column("completed_at", INSTANT),
+        sa.Column("duration_ms", sa.Integer()),
+        sa.Column("agent_run_id", sa.Text()),
+        sa.Column("error_message", sa.Text()),
+        sa.Column("retry_count", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("trace_id", sa.Text(), server_default="", nullable=False),
+        sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("queue_executions_pk")),
+    )
+    op.create_index(op.f("queue_executions_by_message"), "queue_executions", ["tenant_id", "message_id"])
+
+
+def _create_ledger_owner() -> None:
+    op.create_table(
+        "ledger_owner",
+        sa.Column("id", sa.SmallInteger(), autoincrement=False, nullable=False),
+        sa.Column("namespace", sa.Text(), nullable=False),
+        sa.Column("since", INSTANT, nullable=False),
+        sa.CheckConstraint("id = 1", name=op.f("ledger_owner_one")),
+        sa.PrimaryKeyConstraint("id", name=op.f("ledger_owner_pk")),
+    )
+
+
+def _create_feed_positions() -> None:
+    op.create_table(
+        "feed_positions",
+        sa.Column("feed", sa.Text(), nullable=False),
+        sa.Column("position", sa.Text(), nullable=False),
+        sa.Column("nonce", sa.Text(), nullable=False),
+        sa.Column("projector", sa.Text()),
+        sa.Column("until", INSTANT),
+        sa.Column("updated_at", INSTANT, nullable=False),
+        sa.PrimaryKeyConstraint("feed", name=op.f("feed_positions_pk")),
+    )
+
+
+def _create_feed_entries() -> None:
+    op.create_table(
+        "feed_entries",
+        sa.Column("feed", sa.Text(), nullable=False),
+        sa.Column("position", sa.Text(), nullable=False),
+        sa.Column("nonce", sa.Text(), nullable=False),
+        sa.Column("at", INSTANT, nullable=False),
+        sa.PrimaryKeyConstraint("feed", "position", "nonce", name=op.f("feed_entries_pk")),
+    )
+    op.create_index(op.f("feed_entries_by_time"), "feed_entries", ["feed", "at"])
+
+
+def _create_anomalies() -> None:
+    op.create_table(
+        "anomalies",
+        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
+        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("job_id", sa.Text(), nullable=False),
+        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("event", sa.Text(), nullable=False),
+        sa.Column("at", INSTANT, nullable=False),
+        sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("anomalies_pk")),
+    )
+    op.create_index(op.f("anomalies_by_job"), "anomalies", ["tenant_id", "job_id", "queue"])

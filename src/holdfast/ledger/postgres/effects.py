@@ -1,0 +1,259 @@
+"""Effects and steps on PostgreSQL: each batch is one transaction, its rows locked in the order of their keys.
+
+Two batches that share keys meet at the unique index or at a row's lock, always in the same order, so that neither waits
+for the other. A key that is wished for twice in one batch is dealt with in two rounds, as if one had come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from holdfast.errors import LedgerUnavailable
+from holdfast.ledger.port import Effects, Held, JobKey, KeyState, Outcome, Reservation, Step
+from holdfast.ledger.postgres.store import Connection, PostgresStore
+from holdfast.ledger.text import clean
+from holdfast.ledger.turns import is_held, turns
+
+#: A key that is freed between two statements is reserved again; more often than this it does not happen by chance.
+_ROUNDS: Final = 20
+
+_COLUMNS: Final = "function, fingerprint, token, queue, job_id, attempt, worker"
+
+#: What is read of a key.
+_SHOWN: Final = f"""tenant_id, key, state, value, coalesce(reason, '') AS reason, {_COLUMNS},
+    (extract(epoch FROM updated_at) * 1000)::bigint AS updated_at_ms"""
+
+_RESERVE: Final = f"""
+INSERT INTO idempotency_keys AS held (tenant_id, key, state, created_at, updated_at, {_COLUMNS})
+SELECT tenant_id, key, 'reserved', now(), now(), {_COLUMNS}
+FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::text[], $6::text[], $7::text[], $8::int[], $9::text[])
+    AS wish (tenant_id, key, {_COLUMNS})
+ORDER BY tenant_id, key
+ON CONFLICT (tenant_id, key) DO UPDATE SET
+    state = 'reserved', value = NULL, reason = NULL, expires_at = NULL, created_at = now(), updated_at = now(),
+    function = excluded.function, fingerprint = excluded.fingerprint, token = excluded.token, queue = excluded.queue,
+    job_id = excluded.job_id, attempt = excluded.attempt, worker = excluded.worker
+WHERE (held.state = 'done' AND held.expires_at <= now()) OR (held.state <> 'done' AND held.token = ANY ($10::text[]))
+RETURNING {_SHOWN}
+"""  # noqa: S608 - names of our own
+
+_LOOK: Final = f"""
+SELECT {_SHOWN}
+FROM idempotency_keys JOIN unnest($1::text[], $2::text[]) AS wanted (tenant_id, key) USING (tenant_id, key)
+"""  # noqa: S608 - names of our own
+
+_LOCK: Final = """
+SELECT tenant_id, key, token, state
+FROM idempotency_keys AS held JOIN unnest($1::text[], $2::text[]) AS wanted (tenant_id, key) USING (tenant_id, key)
+ORDER BY tenant_id, key FOR UPDATE OF held
+"""
+
+_CONCLUDE: Final = """
+UPDATE idempotency_keys AS held
+SET state = ended.state, value = ended.value, reason = ended.reason, updated_at = now(),
+    expires_at = now() + ended.ttl_ms * interval '1 millisecond'
+FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::text[], $6::text[], $7::bigint[])
+    AS ended (tenant_id, key, token, state, value, reason, ttl_ms)
+WHERE (held.tenant_id, held.key, held.token) = (ended.tenant_id, ended.key, ended.token)
+"""
+
+_FREE: Final = """
+DELETE FROM idempotency_keys AS held
+USING unnest($1::text[], $2::text[], $3::text[]) AS ended (tenant_id, key, token)
+WHERE (held.tenant_id, held.key, held.token) = (ended.tenant_id, ended.key, ended.token)
+"""
+
+_STEPS: Final = """
+SELECT tenant_id, queue, job_id, position, name, result, attempt
+FROM job_steps JOIN unnest($1::text[], $2::text[], $3::text[]) AS wanted (tenant_id, job_id, queue)
+    USING (tenant_id, job_id, queue)
+ORDER BY position
+"""
+
+_RECORD: Final = """
+INSERT INTO job_steps (tenant_id, job_id, queue, position, name, result, attempt, at)
+SELECT *, now() FROM unnest($1::text[], $2::text[], $3::text[], $4::int[], $5::text[], $6::text[], $7::int[]) AS step
+ORDER BY 1, 2, 3, 4
+ON CONFLICT DO NOTHING
+"""
+
+_RECORDED: Final = """
+SELECT tenant_id, queue, job_id, position, name, result, attempt
+FROM job_steps JOIN unnest($1::text[], $2::text[], $3::text[], $4::int[]) AS wanted (tenant_id, job_id, queue, position)
+    USING (tenant_id, job_id, queue, position)
+"""
+
+_Key = tuple[str, str]
+
+
+class PostgresEffects(Effects):
+    """Role `Effects` of the PostgreSQL ledger."""
+
+    def __init__(self, store: PostgresStore) -> None:
+        self._store = store
+
+    async def reserve(self, wishes: Sequence[Reservation]) -> list[Held]:
+        async def work(connection: Connection) -> list[Held]:
+            answers: dict[int, Held] = {}
+            for turn in turns(wishes, lambda wish: (wish.tenant_id, wish.key)):
+                found = await _reserve(connection, [wishes[number] for number in turn])
+                answers.update(zip(turn, found, strict=True))
+            return [answers[number] for number in range(len(wishes))]
+
+        return await self._store.transact(work)
+
+    async def conclude(self, outcomes: Sequence[Outcome]) -> list[bool]:
+        async def work(connection: Connection) -> list[bool]:
+            answers: dict[int, bool] = {}
+            for turn in turns(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
+                held = await _conclude(connection, [outcomes[number] for number in turn])
+                answers.update(zip(turn, held, strict=True))
+            return [answers[number] for number in range(len(outcomes))]
+
+        return await self._store.transact(work)
+
+    async def look(self, keys: Sequence[tuple[str, str]]) -> list[Held | None]:
+        async def work(connection: Connection) -> list[Held | None]:
+            found = await _look(connection, keys)
+            return [found.get(key) for key in keys]
+
+        return await self._store.transact(work)
+
+    async def steps(self, jobs: Sequence[JobKey]) -> list[list[Step]]:
+        wanted = [_cleaned(job) for job in jobs]
+
+        async def work(connection: Connection) -> list[list[Step]]:
+            rows = await connection.fetch(
+                _STEPS, *_columns([(job.tenant_id, job.job_id, job.queue) for job in dict.fromkeys(wanted)], 3)
+            )
+            found: dict[JobKey, list[Step]] = {}
+            for row in rows:
+                step = _step(row)
+                found.setdefault(step.key, []).append(step)
+            return [found.get(job, []) for job in wanted]
+
+        return await self._store.transact(work)
+
+    async def record_steps(self, steps: Sequence[Step]) -> list[Step]:
+        async def work(connection: Connection) -> list[Step]:
+            rows: dict[tuple[str, str, str, int], tuple[Any, ...]] = {}
+            for step in steps:
+                key = _cleaned(step.key)
+                place = (key.tenant_id, key.job_id, key.queue, step.position)
+                rows.setdefault(place, (*place, clean(step.name), step.result.decode(), step.attempt))
+            await connection.execute(_RECORD, *_columns(rows.values(), 7))
+            found = await connection.fetch(_RECORDED, *_columns(rows, 4))
+            recorded = {(step.key, step.position): step for step in map(_step, found)}
+            return [recorded[_cleaned(step.key), step.position] for step in steps]
+
+        return await self._store.transact(work)
+
+
+async def _reserve(connection: Connection, wishes: Sequence[Reservation]) -> list[Held]:
+    found: dict[_Key, Held] = {}
+    missing = list(wishes)
+    for _ in range(_ROUNDS):
+        rows = [
+            (
+                w.tenant_id,
+                w.key,
+                w.function,
+                w.fingerprint,
+                w.token,
+                w.queue,
+                clean(w.job_id),
+                w.attempt,
+                clean(w.worker),
+            )
+            for w in missing
+        ]
+        instead_of = [wish.instead_of for wish in missing if wish.instead_of]
+        found |= _by_key(await connection.fetch(_RESERVE, *_columns(rows, 9), instead_of))
+        if taken := [key for wish in missing if (key := (wish.tenant_id, wish.key)) not in found]:
+            found |= await _look(connection, taken)
+        # Held by somebody who freed it before we looked: ours to try again.
+        missing = [wish for wish in missing if (wish.tenant_id, wish.key) not in found]
+        if not missing:
+            return [found[wish.tenant_id, wish.key] for wish in wishes]
+    raise LedgerUnavailable("keys are reserved and freed faster than they can be looked at; try again")
+
+
+async def _look(connection: Connection, keys: Iterable[_Key]) -> dict[_Key, Held]:
+    return _by_key(await connection.fetch(_LOOK, *_columns(dict.fromkeys(keys), 2)))
+
+
+def _by_key(rows: Iterable[Any]) -> dict[_Key, Held]:
+    return {(row["tenant_id"], row["key"]): _held(row) for row in rows}
+
+
+async def _conclude(connection: Connection, outcomes: Sequence[Outcome]) -> list[bool]:
+    rows = await connection.fetch(_LOCK, *_columns([(outcome.tenant_id, outcome.key) for outcome in outcomes], 2))
+    tokens = {(row["tenant_id"], row["key"]): row["token"] for row in rows}
+    done = {(row["tenant_id"], row["key"]) for row in rows if row["state"] == KeyState.DONE}
+    held = [is_held(outcome, tokens.get((outcome.tenant_id, outcome.key))) for outcome in outcomes]
+    # What is done stays. Judged here and not in SQL, where `state <> 'done'` lures the planner into the index of keys
+    # in doubt: it is full of dead entries, and each end would take longer than the last.
+    ended = [
+        outcome
+        for outcome, is_ours in zip(outcomes, held, strict=True)
+        if is_ours and (outcome.tenant_id, outcome.key) not in done
+    ]
+    if kept := [outcome for outcome in ended if outcome.state is not None]:
+        await connection.execute(_CONCLUDE, *_columns([_ending(outcome) for outcome in kept], 7))
+    if freed := [(outcome.tenant_id, outcome.key, outcome.token) for outcome in ended if outcome.state is None]:
+        await connection.execute(_FREE, *_columns(freed, 3))
+    return held
+
+
+def _ending(outcome: Outcome) -> tuple[Any, ...]:
+    value = outcome.value.decode() if outcome.value is not None and outcome.state is KeyState.DONE else None
+    return (
+        outcome.tenant_id,
+        outcome.key,
+        outcome.token,
+        outcome.state,
+        value,
+        clean(outcome.reason) or None,
+        outcome.ttl_ms if outcome.state is KeyState.DONE else None,
+    )
+
+
+def _held(row: Any) -> Held:
+    value = row["value"]
+    return Held(
+        state=KeyState(row["state"]),
+        token=row["token"],
+        value=None if value is None else value.encode(),
+        function=row["function"],
+        fingerprint=row["fingerprint"],
+        queue=row["queue"],
+        job_id=row["job_id"],
+        attempt=row["attempt"],
+        worker=row["worker"],
+        reason=row["reason"],
+        updated_at_ms=row["updated_at_ms"],
+    )
+
+
+def _step(row: Any) -> Step:
+    return Step(
+        key=JobKey(row["tenant_id"], row["queue"], row["job_id"]),
+        position=row["position"],
+        name=row["name"],
+        result=row["result"].encode(),
+        attempt=row["attempt"],
+    )
+
+
+def _cleaned(job: JobKey) -> JobKey:
+    return JobKey(job.tenant_id, job.queue, clean(job.job_id))
+
+
+def _columns(rows: Iterable[Sequence[Any]], width: int) -> list[list[Any]]:
+    """Rows as the arrays that `unnest` takes."""
+    columns: list[list[Any]] = [[] for _ in range(width)]
+    for row in rows:
+        for column, value in zip(columns, row, strict=True):
+            column.append(value)
+    return columns

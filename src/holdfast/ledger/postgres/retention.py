@@ -1,0 +1,108 @@
+"""Retention on PostgreSQL: old stories go in small transactions that lock only what they drop (requirement L5)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Final
+
+from holdfast.ledger.postgres.store import Connection, PostgresStore
+from holdfast.ledger.retention import KEEP_ENTRIES_MS
+
+#: Each tenant that a table has, without reading the table: from one to the next in its primary key.
+_TENANTS: Final = """
+WITH RECURSIVE found AS (
+    (SELECT tenant_id FROM {table} ORDER BY tenant_id LIMIT 1)
+    UNION ALL
+    SELECT (SELECT tenant_id FROM {table} WHERE tenant_id > found.tenant_id ORDER BY tenant_id LIMIT 1)
+    FROM found WHERE found.tenant_id IS NOT NULL
+)
+SELECT tenant_id FROM found WHERE tenant_id IS NOT NULL
+"""
+_JOB_TENANTS: Final = _TENANTS.format(table="jobs")
+_KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
+
+#: `created_at` has an index and is never later than `finished_at`. `last_seq` is how many events a job has, so that the
+#: transaction is short however long the stories are. Limits are written out, and `(SELECT … LIMIT 1) IS NULL` is a
+#: NOT EXISTS: otherwise the planner expects many rows and reads whole tables.
+PRUNE_JOBS: Final = """
+WITH old AS MATERIALIZED (
+    SELECT tenant_id, job_id, queue, created_at, last_seq FROM jobs
+    WHERE tenant_id = $1 AND created_at < now() - $2::interval AND finished_at < now() - $2::interval
+      AND (SELECT 1 FROM dlq_items d WHERE d.tenant_id = jobs.tenant_id AND d.job_id = jobs.job_id
+              AND d.queue = jobs.queue AND d.status IN ('open', 'discard_requested') LIMIT 1) IS NULL
+      AND (SELECT 1 FROM idempotency_keys k WHERE k.tenant_id = jobs.tenant_id AND k.job_id = jobs.job_id
+              AND k.queue = jobs.queue AND k.state <> 'done' LIMIT 1) IS NULL
+    ORDER BY created_at, job_id LIMIT {jobs} FOR UPDATE OF jobs SKIP LOCKED
+), gone AS MATERIALIZED (
+    SELECT tenant_id, job_id, queue FROM (
+        SELECT *, sum(last_seq) OVER (ORDER BY created_at, job_id, queue) - last_seq AS before FROM old
+    ) counted WHERE before < {events}
+), events AS (
+    DELETE FROM job_events t USING gone g
+    WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
+), steps AS (
+    DELETE FROM job_steps t USING gone g
+    WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
+), letters AS (
+    DELETE FROM dlq_items t USING gone g
+    WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
+), decisions AS (
+    DELETE FROM approvals t USING gone g
+    WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
+), oddities AS (
+    DELETE FROM anomalies t USING gone g
+    WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
+), jobs_gone AS (
+    DELETE FROM jobs t USING gone g
+    WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
+)
+SELECT (SELECT count(*) FROM jobs_gone) + (SELECT count(*) FROM events) + (SELECT count(*) FROM steps)
+     + (SELECT count(*) FROM letters) + (SELECT count(*) FROM decisions) + (SELECT count(*) FROM oddities)
+"""
+
+PRUNE_KEYS: Final = """
+WITH gone AS (
+    SELECT tenant_id, key FROM idempotency_keys
+    WHERE tenant_id = $1 AND expires_at < now() AND state = 'done'
+    ORDER BY expires_at LIMIT $2 FOR UPDATE SKIP LOCKED
+), dropped AS (
+    DELETE FROM idempotency_keys k USING gone g WHERE k.tenant_id = g.tenant_id AND k.key = g.key RETURNING 1
+)
+SELECT count(*) FROM dropped
+"""
+
+#: The entry that the position points at proves the feed's identity, however old it is.
+PRUNE_ENTRIES: Final = """
+WITH gone AS (
+    SELECT e.feed, e.position, e.nonce FROM feed_entries e JOIN feed_positions p USING (feed)
+    WHERE e.feed = $1 AND e.at < now() - $2::interval AND e.position <> p.position
+    ORDER BY e.at LIMIT $3 FOR UPDATE OF e SKIP LOCKED
+), dropped AS (
+    DELETE FROM feed_entries e USING gone g
+    WHERE e.feed = g.feed AND e.position = g.position AND e.nonce = g.nonce RETURNING 1
+)
+SELECT count(*) FROM dropped
+"""
+
+
+async def prune(store: PostgresStore, keep_ms: int, limit: int) -> int:
+    """At most about `limit` rows; how many went."""
+    keep, entries = timedelta(milliseconds=keep_ms), timedelta(milliseconds=max(keep_ms, KEEP_ENTRIES_MS))
+
+    # A job is at least two rows.
+    prune_jobs = PRUNE_JOBS.format(jobs=max(1, limit // 2), events=max(1, limit // 2))
+
+    async def work(connection: Connection) -> int:
+        gone = 0
+        for (tenant,) in await connection.fetch(_JOB_TENANTS):
+            if gone < limit:
+                gone += await connection.fetchval(prune_jobs, tenant, keep)
+        for (tenant,) in await connection.fetch(_KEY_TENANTS):
+            if gone < limit:
+                gone += await connection.fetchval(PRUNE_KEYS, tenant, limit - gone)
+        for (feed,) in await connection.fetch("SELECT feed FROM feed_positions"):
+            if gone < limit:
+                gone += await connection.fetchval(PRUNE_ENTRIES, feed, entries, limit - gone)
+        return gone
+
+    return await store.transact(work)

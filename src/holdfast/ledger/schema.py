@@ -1,0 +1,398 @@
+"""The ledger's tables, one schema for PostgreSQL and SQLite (requirements L1, L6).
+
+Every business table and each of its indexes leads with `tenant_id`. Instants are `timestamptz` on PostgreSQL and whole
+milliseconds (UTC) on SQLite; Python sees aware datetimes. JSON is kept as text, byte for byte as it was submitted: an
+approval binds to it, and no digit of a number may change. `CHECK`s hold what must survive our own bugs.
+
+The embedded engine has the same tables in its own file, with columns more of its own (`engine/sqlite/sql/schema.sql`).
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Dialect,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    SmallInteger,
+    Table,
+    Text,
+    text,
+)
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+from holdfast.core.job import DEFAULT_TENANT
+from holdfast.core.states import FINAL, State
+
+
+class Instant(TypeDecorator[datetime]):
+    """An aware datetime: `timestamptz`, or milliseconds where the store has no such type."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        return dialect.type_descriptor(BigInteger() if dialect.name == "sqlite" else DateTime(timezone=True))
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> Any:
+        if value is None or dialect.name != "sqlite":
+            return value
+        return round(value.timestamp() * 1000)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        found: datetime | None = value
+        return found if value is None or dialect.name != "sqlite" else datetime.fromtimestamp(value / 1000, UTC)
+
+
+def _listed(states: frozenset[State]) -> str:
+    return ", ".join(f"'{state}'" for state in sorted(states))
+
+
+_ALL: Final = _listed(frozenset(State))
+_FINAL: Final = _listed(FINAL)
+
+metadata: Final = MetaData(
+    naming_convention={
+        "pk": "%(table_name)s_pk",
+        "ck": "%(table_name)s_%(constraint_name)s",
+        "ix": "%(table_name)s_%(constraint_name)s",
+    }
+)
+
+
+def _tenant() -> Column[str]:
+    return Column("tenant_id", Text, nullable=False, server_default=DEFAULT_TENANT)
+
+
+jobs: Final = Table(
+    "jobs",
+    metadata,
+    _tenant(),
+    Column("job_id", Text, nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("job_type", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("priority", SmallInteger, nullable=False),
+    Column("attempt", Integer, nullable=False, server_default="0"),
+    Column("retry_count", Integer, nullable=False, server_default="0"),
+    #: How many events the job has: numbers are given with it.
+    Column("last_seq", Integer, nullable=False),
+    Column("idempotency_key", Text, nullable=False),
+    Column("trace_id", Text, nullable=False, server_default=""),
+    Column("worker", Text),
+    Column("error_code", Text),
+    #: Truncated.
+    Column("last_error", Text),
+    #: For outsiders: says nothing of our insides.
+    Column("error_message", Text),
+    Column("payload", Text, nullable=False),
+    Column("context", Text),
+    Column("result", Text),
+    #: Policy and the like as submitted, for the reconciler: a JSON object (`core.job.Meta`).
+    Column("meta", Text),
+    Column("run_at", Instant),
+    Column("next_retry_at", Instant),
+    Column("dlq_id", Text),
+    Column("created_at", Instant, nullable=False),
+    Column("updated_at", Instant, nullable=False),
+    Column("finished_at", Instant),
+    PrimaryKeyConstraint("tenant_id", "job_id", "queue"),
+    CheckConstraint(f"state IN ({_ALL})", name="known_state"),
+    CheckConstraint(f"(finished_at IS NOT NULL) = (state IN ({_FINAL}))", name="end_time"),
+    CheckConstraint("state NOT IN ('dlq_recorded', 'failed') OR dlq_id IS NOT NULL", name="dead_letter"),
+    CheckConstraint("attempt >= 0 AND retry_count >= 0 AND last_seq > 0", name="counts"),
+)
+Index("by_time", jobs.c.tenant_id, jobs.c.created_at, jobs.c.job_id, _table=jobs)
+Index("by_type", jobs.c.tenant_id, jobs.c.job_type, jobs.c.created_at, jobs.c.job_id, _table=jobs)
+Index(
+    "by_trace",
+    jobs.c.tenant_id,
+    jobs.c.trace_id,
+    _table=jobs,
+    postgresql_where=text("trace_id <> ''"),
+    sqlite_where=text("trace_id <> ''"),
+)
+Index(
+    "by_key",
+    jobs.c.tenant_id,
+    jobs.c.idempotency_key,
+    _table=jobs,
+    postgresql_where=text("idempotency_key <> job_id"),
+    sqlite_where=text("idempotency_key <> job_id"),
+)
+#: Everything that is not an ordinary success: open jobs, and those that somebody will ask about.
+Index(
+    "by_state",
+    jobs.c.tenant_id,
+    jobs.c.state,
+    jobs.c.created_at,
+    jobs.c.job_id,
+    _table=jobs,
+    postgresql_where=text("state <> 'succeeded'"),
+    sqlite_where=text("state <> 'succeeded'"),
+)
+#: For texts in errors: few rows, newest first.
+Index(
+    "with_error",
+    jobs.c.tenant_id,
+    jobs.c.created_at,
+    jobs.c.job_id,
+    _table=jobs,
+    postgresql_where=text("last_error IS NOT NULL"),
+    sqlite_where=text("last_error IS NOT NULL"),
+)
+
+job_events: Final = Table(
+    "job_events",
+    metadata,
+    _tenant(),
+    Column("job_id", Text, nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("seq", Integer, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("from_state", Text),
+    Column("to_state", Text),
+    Column("attempt", Integer, nullable=False),
+    Column("retry_count", Integer, nullable=False),
+    Column("worker", Text),
+    Column("message", Text),
+    Column("data", Text),
+    Column("at", Instant, nullable=False),
+    PrimaryKeyConstraint("tenant_id", "job_id", "queue", "seq"),
+    CheckConstraint("seq > 0", name="seq"),
+)
+
+dlq_items: Final = Table(
+    "dlq_items",
+    metadata,
+    _tenant(),
+    Column("dlq_id", Text, nullable=False),
+    Column("job_id", Text, nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("job_type", Text, nullable=False),
+    Column("trace_id", Text, nullable=False, server_default=""),
+    Column("payload", Text, nullable=False),
+    Column("error_code", Text, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("stack", Text, nullable=False, server_default=""),
+    Column("retry_count", Integer, nullable=False),
+    Column("history", Text, nullable=False),
+    Column("failed_at", Instant, nullable=False),
+    Column("status", Text, nullable=False, server_default="open"),
+    Column("requested_by", Text),
+    Column("confirmed_by", Text),
+    Column("reason", Text),
+    Column("replayed_as", Text),
+    #: When the engine had moved the job on to `failed`; null: to be told (again).
+    Column("acked_at", Instant),
+    PrimaryKeyConstraint("tenant_id", "dlq_id"),
+    CheckConstraint("status IN ('open', 'discard_requested', 'discarded', 'replayed')", name="known_status"),
+)
+Index("by_job", dlq_items.c.tenant_id, dlq_items.c.job_id, dlq_items.c.queue, unique=True, _table=dlq_items)
+Index("by_time", dlq_items.c.tenant_id, dlq_items.c.failed_at, dlq_items.c.dlq_id, _table=dlq_items)
+Index(
+    "unacked",
+    dlq_items.c.tenant_id,
+    dlq_items.c.queue,
+    _table=dlq_items,
+    postgresql_where=text("acked_at IS NULL"),
+    sqlite_where=text("acked_at IS NULL"),
+)
+
+#: Once-only effects (requirement E2), and the writes in a user's own transaction (E3).
+idempotency_keys: Final = Table(
+    "idempotency_keys",
+    metadata,
+    _tenant(),
+    Column("key", Text, nullable=False),
+    #: reserved → done | in_doubt; in_doubt → reserved | done.
+    Column("state", Text, nullable=False),
+    #: The recorded result, JSON.
+    Column("value", Text),
+    Column("created_at", Instant, nullable=False),
+    #: After this a `done` key may be used again; null: never. Keys that are reserved or in doubt do not expire.
+    Column("expires_at", Instant),
+    #: What the key is bound to: another function or other arguments under it are an error.
+    Column("function", Text, nullable=False),
+    Column("fingerprint", Text, nullable=False),
+    #: Names this reservation; who holds it may record.
+    Column("token", Text, nullable=False),
+    #: Whose reservation it is: while that lease lives, the effect is under way and not in doubt.
+    Column("queue", Text, nullable=False),
+    Column("job_id", Text, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("worker", Text, nullable=False),
+    Column("updated_at", Instant, nullable=False),
+    #: Why it is in doubt.
+    Column("reason", Text),
+    PrimaryKeyConstraint("tenant_id", "key"),
+    CheckConstraint("state IN ('reserved', 'done', 'in_doubt')", name="known_state"),
+    CheckConstraint("(state = 'done') = (value IS NOT NULL)", name="result"),
+)
+Index(
+    "in_doubt",
+    idempotency_keys.c.tenant_id,
+    idempotency_keys.c.updated_at,
+    _table=idempotency_keys,
+    postgresql_where=text("state <> 'done'"),
+    sqlite_where=text("state <> 'done'"),
+)
+Index(
+    "by_expiry",
+    idempotency_keys.c.tenant_id,
+    idempotency_keys.c.expires_at,
+    _table=idempotency_keys,
+    postgresql_where=text("expires_at IS NOT NULL"),
+    sqlite_where=text("expires_at IS NOT NULL"),
+)
+#: A job's effects, for those who look at the job.
+Index(
+    "by_job",
+    idempotency_keys.c.tenant_id,
+    idempotency_keys.c.job_id,
+    _table=idempotency_keys,
+)
+
+#: Checkpoints inside a job (requirement E4), in the order in which its code takes them.
+job_steps: Final = Table(
+    "job_steps",
+    metadata,
+    _tenant(),
+    Column("job_id", Text, nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("result", Text, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("at", Instant, nullable=False),
+    PrimaryKeyConstraint("tenant_id", "job_id", "queue", "position"),
+    CheckConstraint("position > 0", name="position"),
+)
+
+approvals: Final = Table(
+    "approvals",
+    metadata,
+    _tenant(),
+    Column("approval_id", Text, nullable=False),
+    Column("job_id", Text, nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("status", Text, nullable=False, server_default="requested"),
+    #: Approval binds to the payload that was shown.
+    Column("payload_hash", Text, nullable=False),
+    Column("policy", Text),
+    Column("reason", Text),
+    Column("requested_by", Text, nullable=False),
+    Column("requested_at", Instant, nullable=False),
+    Column("decided_by", Text),
+    Column("decided_at", Instant),
+    Column("decision_reason", Text),
+    PrimaryKeyConstraint("tenant_id", "approval_id"),
+    CheckConstraint("status IN ('requested', 'approved', 'rejected', 'withdrawn')", name="known_status"),
+    CheckConstraint("(decided_at IS NULL) = (status = 'requested')", name="decision"),
+)
+Index("by_job", approvals.c.tenant_id, approvals.c.job_id, approvals.c.queue, _table=approvals)
+Index("by_time", approvals.c.tenant_id, approvals.c.status, approvals.c.requested_at, _table=approvals)
+
+outbox_events: Final = Table(
+    "outbox_events",
+    metadata,
+    _tenant(),
+    Column("id", Text, nullable=False),
+    Column("destination", Text, nullable=False),
+    Column("topic", Text, nullable=False),
+    Column("key", Text),
+    Column("payload", Text, nullable=False),
+    Column("headers", Text),
+    Column("status", Text, nullable=False, server_default="NEW"),
+    Column("attempt_count", Integer, nullable=False, server_default="0"),
+    Column("next_retry_at", Instant),
+    Column("last_error", Text),
+    Column("created_at", Instant, nullable=False),
+    Column("sent_at", Instant),
+    PrimaryKeyConstraint("tenant_id", "id"),
+    CheckConstraint("status IN ('NEW', 'RETRYING', 'SENT', 'DEAD')", name="known_status"),
+    CheckConstraint("(sent_at IS NOT NULL) = (status = 'SENT')", name="sent"),
+)
+
+queue_executions: Final = Table(
+    "queue_executions",
+    metadata,
+    _tenant(),
+    Column("id", Text, nullable=False),
+    Column("message_id", Text, nullable=False),
+    Column("queue_name", Text, nullable=False),
+    Column("event_name", Text),
+    Column("status", Text, nullable=False),
+    Column("started_at", Instant, nullable=False),
+    Column("completed_at", Instant),
+    Column("duration_ms", Integer),
+    Column("agent_run_id", Text),
+    Column("error_message", Text),
+    Column("retry_count", Integer, nullable=False, server_default="0"),
+    Column("trace_id", Text, nullable=False, server_default=""),
+    PrimaryKeyConstraint("tenant_id", "id"),
+)
+Index("by_message", queue_executions.c.tenant_id, queue_executions.c.message_id, _table=queue_executions)
+
+# The projector's own bookkeeping: of the system, not of a tenant ------------------------------------
+
+#: Whose ledger this is: one row. A second namespace in it would mix two engines' jobs.
+ledger_owner: Final = Table(
+    "ledger_owner",
+    metadata,
+    Column("id", SmallInteger, nullable=False, autoincrement=False),
+    Column("namespace", Text, nullable=False),
+    Column("since", Instant, nullable=False),
+    PrimaryKeyConstraint("id"),
+    CheckConstraint("id = 1", name="one"),
+)
+
+#: How far each feed is in the ledger; moved in the same transaction as the rows.
+feed_positions: Final = Table(
+    "feed_positions",
+    metadata,
+    Column("feed", Text, nullable=False),
+    Column("position", Text, nullable=False),
+    Column("nonce", Text, nullable=False),
+    #: Who projects now, and until when others stand by. No lock: the position alone decides.
+    Column("projector", Text),
+    Column("until", Instant),
+    Column("updated_at", Instant, nullable=False),
+    PrimaryKeyConstraint("feed"),
+)
+
+#: Entries that are in the ledger, kept longer than any lag: after a fork they are not taken twice.
+feed_entries: Final = Table(
+    "feed_entries",
+    metadata,
+    Column("feed", Text, nullable=False),
+    Column("position", Text, nullable=False),
+    Column("nonce", Text, nullable=False),
+    Column("at", Instant, nullable=False),
+    PrimaryKeyConstraint("feed", "position", "nonce"),
+)
+Index("by_time", feed_entries.c.feed, feed_entries.c.at, _table=feed_entries)
+
+#: What the projector was told and could not write into a legal story; never dropped silently.
+anomalies: Final = Table(
+    "anomalies",
+    metadata,
+    _tenant(),
+    Column("id", Text, nullable=False),
+    Column("job_id", Text, nullable=False),
+    Column("queue", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    #: The event as it came, JSON.
+    Column("event", Text, nullable=False),
+    Column("at", Instant, nullable=False),
+    PrimaryKeyConstraint("tenant_id", "id"),
+)
+Index("by_job", anomalies.c.tenant_id, anomalies.c.job_id, anomalies.c.queue, _table=anomalies)

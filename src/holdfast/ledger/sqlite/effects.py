@@ -1,0 +1,232 @@
+"""Effects and steps on SQLite: in the file's one writer, so that nothing else writes meanwhile.
+
+A batch is a few steps of SQLite however many keys it has: rows go in and come out as one JSON text, since every step
+gives up the interpreter's lock and has to win it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from holdfast.clock import Clock
+from holdfast.engine.sqlite.transaction import Transaction
+from holdfast.ledger.port import Effects, Held, JobKey, KeyState, Outcome, Reservation, Step
+from holdfast.ledger.text import clean
+from holdfast.ledger.turns import is_held, turns
+
+T = TypeVar("T")
+
+_COLUMNS: Final = "function, fingerprint, token, queue, job_id, attempt, worker"
+
+
+def _fields(names: str) -> str:
+    """Columns of the rows in a JSON text."""
+    return ", ".join(f"row.value ->> {number} AS {name}" for number, name in enumerate(names.split(", ")))
+
+
+_RESERVE: Final = f"""
+INSERT INTO idempotency_keys AS held (tenant_id, key, {_COLUMNS}, state, created_at, updated_at)
+SELECT {_fields("tenant_id, key, " + _COLUMNS)}, 'reserved', :now_ms, :now_ms FROM json_each(:rows) AS row WHERE true
+ON CONFLICT (tenant_id, key) DO UPDATE SET
+    state = 'reserved', value = NULL, reason = NULL, expires_at = NULL, created_at = :now_ms, updated_at = :now_ms,
+    function = excluded.function, fingerprint = excluded.fingerprint, token = excluded.token, queue = excluded.queue,
+    job_id = excluded.job_id, attempt = excluded.attempt, worker = excluded.worker
+WHERE (held.state = 'done' AND held.expires_at <= :now_ms)
+    OR (held.state <> 'done' AND held.token IN (SELECT value FROM json_each(:instead_of)))
+"""  # noqa: S608 - names of our own
+
+_LOOK: Final = f"""
+SELECT json_group_array(
+    json_array(held.tenant_id, held.key, state, held.value, {_COLUMNS}, coalesce(reason, ''), updated_at)
+)
+FROM json_each(:keys) AS row JOIN idempotency_keys AS held
+    ON held.tenant_id = row.value ->> 0 AND held.key = row.value ->> 1
+"""  # noqa: S608 - names of our own
+
+_CONCLUDE: Final = f"""
+UPDATE idempotency_keys AS held
+SET state = ended.state, value = ended.result, reason = ended.reason, updated_at = :now_ms,
+    expires_at = :now_ms + ended.ttl_ms
+FROM (SELECT {_fields("tenant_id, key, token, state, result, reason, ttl_ms")} FROM json_each(:rows) AS row) AS ended
+WHERE held.tenant_id = ended.tenant_id AND held.key = ended.key AND held.token = ended.token AND held.state <> 'done'
+"""  # noqa: S608 - names of our own
+
+_FREE: Final = """
+DELETE FROM idempotency_keys
+WHERE state <> 'done' AND (tenant_id, key, token) IN
+    (SELECT row.value ->> 0, row.value ->> 1, row.value ->> 2 FROM json_each(:rows) AS row)
+"""
+
+_STEP: Final = "json_array(step.tenant_id, step.queue, step.job_id, position, name, result, attempt)"
+
+_STEPS: Final = f"""
+SELECT json_group_array({_STEP})
+FROM json_each(:jobs) AS row JOIN job_steps AS step
+    ON step.tenant_id = row.value ->> 0 AND step.queue = row.value ->> 1 AND step.job_id = row.value ->> 2
+"""  # noqa: S608 - names of our own
+
+_RECORD: Final = f"""
+INSERT INTO job_steps (tenant_id, queue, job_id, position, name, result, attempt, at)
+SELECT {_fields("tenant_id, queue, job_id, position, name, result, attempt")}, :now_ms
+FROM json_each(:rows) AS row WHERE true
+ON CONFLICT (tenant_id, job_id, queue, position) DO NOTHING
+"""  # noqa: S608 - names of our own
+
+_RECORDED: Final = f"""
+SELECT json_group_array({_STEP})
+FROM json_each(:rows) AS row JOIN job_steps AS step
+    ON step.tenant_id = row.value ->> 0 AND step.queue = row.value ->> 1 AND step.job_id = row.value ->> 2
+    AND step.position = row.value ->> 3
+"""  # noqa: S608 - names of our own
+
+#: tenant, key, state, value, function, fingerprint, token, queue, job, attempt, worker, reason, updated
+_HeldRow = tuple[str, str, KeyState, str | None, str, str, str, str, str, int, str, str, int]
+_StepRow = tuple[str, str, str, int, str, str, int]
+_held_rows: Final = msgspec.json.Decoder(list[_HeldRow])
+_step_rows: Final = msgspec.json.Decoder(list[_StepRow])
+
+_Key = tuple[str, str]
+
+
+class Store(Protocol):
+    """The file's writer."""
+
+    async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T: ...
+
+
+class SqliteEffects(Effects):
+    """Role `Effects` of a ledger on SQLite, in a file of its own or in the engine's."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+
+    async def reserve(self, wishes: Sequence[Reservation]) -> list[Held]:
+        return await self._store.write(_reserve, wishes, self._clock.now_ms())
+
+    async def conclude(self, outcomes: Sequence[Outcome]) -> list[bool]:
+        return await self._store.write(_conclude, outcomes, self._clock.now_ms())
+
+    async def look(self, keys: Sequence[tuple[str, str]]) -> list[Held | None]:
+        found = await self._store.write(_look, keys, lazy=True)
+        return [found.get(key) for key in keys]
+
+    async def steps(self, jobs: Sequence[JobKey]) -> list[list[Step]]:
+        wanted = [_cleaned(job) for job in jobs]
+        found: dict[JobKey, list[Step]] = {}
+        for step in await self._store.write(_steps, dict.fromkeys(wanted), lazy=True):
+            found.setdefault(step.key, []).append(step)
+        return [found.get(job, []) for job in wanted]
+
+    async def record_steps(self, steps: Sequence[Step]) -> list[Step]:
+        return await self._store.write(_record, steps, self._clock.now_ms())
+
+
+# In the writer's thread ----------------------------------------------------------------------------
+
+
+def _reserve(transaction: Transaction, wishes: Sequence[Reservation], now_ms: int) -> list[Held]:
+    answers: dict[int, Held] = {}
+    for turn in turns(wishes, lambda wish: (wish.tenant_id, wish.key)):
+        mine = [wishes[number] for number in turn]
+        rows = [
+            (
+                w.tenant_id,
+                w.key,
+                w.function,
+                w.fingerprint,
+                w.token,
+                w.queue,
+                clean(w.job_id),
+                w.attempt,
+                clean(w.worker),
+            )
+            for w in mine
+        ]
+        instead_of = [wish.instead_of for wish in mine if wish.instead_of]
+        transaction.execute(_RESERVE, {"rows": _json(rows), "instead_of": _json(instead_of), "now_ms": now_ms})
+        found = _look(transaction, [(wish.tenant_id, wish.key) for wish in mine])
+        answers |= {number: found[wish.tenant_id, wish.key] for number, wish in zip(turn, mine, strict=True)}
+    return [answers[number] for number in range(len(wishes))]
+
+
+def _look(transaction: Transaction, keys: Iterable[_Key]) -> dict[_Key, Held]:
+    (text,) = transaction.execute(_LOOK, {"keys": _json(list(dict.fromkeys(keys)))}).fetchone()
+    return {(row[0], row[1]): _held(row) for row in _held_rows.decode(text)}
+
+
+def _conclude(transaction: Transaction, outcomes: Sequence[Outcome], now_ms: int) -> list[bool]:
+    answers: dict[int, bool] = {}
+    for turn in turns(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
+        mine = [outcomes[number] for number in turn]
+        found = _look(transaction, [(outcome.tenant_id, outcome.key) for outcome in mine])
+        for number, outcome in zip(turn, mine, strict=True):
+            held = found.get((outcome.tenant_id, outcome.key))
+            answers[number] = is_held(outcome, None if held is None else held.token)
+        kept = [_ending(outcome) for outcome in mine if outcome.state is not None]
+        freed = [(outcome.tenant_id, outcome.key, outcome.token) for outcome in mine if outcome.state is None]
+        if kept:
+            transaction.execute(_CONCLUDE, {"rows": _json(kept), "now_ms": now_ms})
+        if freed:
+            transaction.execute(_FREE, {"rows": _json(freed)})
+    return [answers[number] for number in range(len(outcomes))]
+
+
+def _steps(transaction: Transaction, jobs: Iterable[JobKey]) -> list[Step]:
+    wanted = [(job.tenant_id, job.queue, job.job_id) for job in jobs]
+    (text,) = transaction.execute(_STEPS, {"jobs": _json(wanted)}).fetchone()
+    return sorted(map(_step, _step_rows.decode(text)), key=lambda step: step.position)
+
+
+def _record(transaction: Transaction, steps: Sequence[Step], now_ms: int) -> list[Step]:
+    rows = []
+    for step in steps:
+        key = _cleaned(step.key)
+        place = (key.tenant_id, key.queue, key.job_id, step.position)
+        rows.append((*place, clean(step.name), step.result.decode(), step.attempt))
+    transaction.execute(_RECORD, {"rows": _json(rows), "now_ms": now_ms})
+    (text,) = transaction.execute(_RECORDED, {"rows": _json(rows)}).fetchone()
+    recorded = {(step.key, step.position): step for step in map(_step, _step_rows.decode(text))}
+    return [recorded[_cleaned(step.key), step.position] for step in steps]
+
+
+def _ending(outcome: Outcome) -> tuple[Any, ...]:
+    done = outcome.state is KeyState.DONE
+    value = outcome.value.decode() if done and outcome.value is not None else None
+    reason, ttl_ms = clean(outcome.reason) or None, outcome.ttl_ms if done else None
+    return (outcome.tenant_id, outcome.key, outcome.token, outcome.state, value, reason, ttl_ms)
+
+
+def _held(row: _HeldRow) -> Held:
+    _, _, state, value, function, fingerprint, token, queue, job_id, attempt, worker, reason, updated_at_ms = row
+    return Held(
+        state=state,
+        token=token,
+        value=None if value is None else value.encode(),
+        function=function,
+        fingerprint=fingerprint,
+        queue=queue,
+        job_id=job_id,
+        attempt=attempt,
+        worker=worker,
+        reason=reason,
+        updated_at_ms=updated_at_ms,
+    )
+
+
+def _step(row: _StepRow) -> Step:
+    tenant_id, queue, job_id, position, name, result, attempt = row
+    return Step(
+        key=JobKey(tenant_id, queue, job_id), position=position, name=name, result=result.encode(), attempt=attempt
+    )
+
+
+def _cleaned(job: JobKey) -> JobKey:
+    return JobKey(job.tenant_id, job.queue, clean(job.job_id))
+
+
+def _json(rows: Any) -> str:
+    return msgspec.json.encode(rows).decode()

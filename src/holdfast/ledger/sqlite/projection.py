@@ -1,0 +1,352 @@
+"""Feed → a SQLite file of its own. One operation of the file's writer a batch, so one savepoint in one commit.
+
+Here a look-up costs no round trip, so that every batch is folded on what the ledger knows. Rows go in and come out as
+one JSON text a statement: every step of SQLite gives up the interpreter's lock and has to win it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.clock import Clock
+from holdfast.core.job import Event
+from holdfast.core.states import State
+from holdfast.engine.port import FeedEntry
+from holdfast.engine.sqlite.transaction import Transaction
+from holdfast.ledger.folding import Anomaly, Draft, Folded, Known, Misfit, Name, cleaned, fold, halves, to_json
+from holdfast.ledger.keys import JobKey
+from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
+from holdfast.ledger.presence import Presence, wait_moved
+from holdfast.ledger.rows import (
+    ANOMALY_COLUMNS,
+    EVENT_COLUMNS,
+    JOB_COLUMNS,
+    Row,
+    anomaly_rows,
+    changed_row,
+    event_rows,
+    job_row,
+    letter_row,
+)
+from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.text import clean
+
+_log: Final = logging.getLogger("holdfast.ledger")
+
+
+def _fields(names: Iterable[str]) -> str:
+    """Columns of the rows in a JSON text."""
+    return ", ".join(f"row.value ->> {number} AS {name}" for number, name in enumerate(names))
+
+
+def _insert(table: str, columns: Sequence[str]) -> str:
+    return f"INSERT INTO {table} ({', '.join(columns)}) SELECT {_fields(columns)} FROM json_each(?) AS row"  # noqa: S608
+
+
+_TAKE: Final = """
+INSERT INTO feed_positions AS p (feed, position, nonce, projector, until, updated_at)
+VALUES (:queue, '', '', :projector, :until, :now)
+ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, until = excluded.until
+ WHERE p.projector IS NULL OR p.projector = excluded.projector OR p.until IS NULL OR p.until < :now
+RETURNING position, nonce"""
+
+_RELEASE: Final = "UPDATE feed_positions SET projector = NULL, until = NULL WHERE feed = ? AND projector = ?"
+
+_FIRST: Final = """
+INSERT INTO feed_positions (feed, position, nonce, updated_at) VALUES (?, '', '', ?) ON CONFLICT DO NOTHING"""
+
+_MOVE: Final = """
+UPDATE feed_positions
+   SET position = :position, nonce = :nonce, projector = :projector, until = :until, updated_at = :now
+ WHERE feed = :queue AND position = :old_position AND nonce = :old_nonce"""
+
+_ENTRIES: Final = """
+INSERT INTO feed_entries (feed, position, nonce, at)
+SELECT :queue, row.value ->> 0, row.value ->> 1, :now FROM json_each(:rows) AS row WHERE true
+ON CONFLICT DO NOTHING"""
+
+_INSERT_JOBS: Final = _insert("jobs", JOB_COLUMNS)
+_INSERT_EVENTS: Final = _insert("job_events", EVENT_COLUMNS)
+_INSERT_ANOMALIES: Final = _insert("anomalies", ANOMALY_COLUMNS)
+
+_NOTE: Final = """
+UPDATE jobs SET last_seq = last_seq + u.n
+  FROM (SELECT row.value ->> 0 AS tenant_id, row.value ->> 1 AS job_id, row.value ->> 2 AS n
+          FROM json_each(:rows) AS row) AS u
+ WHERE jobs.tenant_id = u.tenant_id AND jobs.job_id = u.job_id AND jobs.queue = :queue"""
+
+_CHANGED: Final = (
+    "tenant_id",
+    "job_id",
+    "n",
+    "came_from",
+    "attempt",
+    "retry_count",
+    "at",
+    "state",
+    "finished_at",
+    "worker",
+    "result",
+    "next_retry_at",
+    "run_at",
+    "dlq_id",
+    "keeps_errors",
+    "error_code",
+    "last_error",
+    "error_message",
+)
+_CHANGE: Final = f"""
+UPDATE jobs
+   SET last_seq = jobs.last_seq + u.n, state = u.state, attempt = u.attempt, retry_count = u.retry_count,
+       updated_at = u.at, finished_at = u.finished_at, worker = u.worker, result = u.result,
+       next_retry_at = u.next_retry_at, run_at = coalesce(u.run_at, jobs.run_at),
+       dlq_id = coalesce(u.dlq_id, jobs.dlq_id),
+       error_code = iif(u.keeps_errors, jobs.error_code, u.error_code),
+       last_error = iif(u.keeps_errors, jobs.last_error, u.last_error),
+       error_message = iif(u.keeps_errors, jobs.error_message, u.error_message)
+  FROM (SELECT {_fields(_CHANGED)} FROM json_each(:rows) AS row) AS u
+ WHERE jobs.tenant_id = u.tenant_id AND jobs.job_id = u.job_id AND jobs.queue = :queue AND jobs.state = u.came_from
+"""  # noqa: S608 - names of our own
+
+_LOOK_UP: Final = """
+SELECT json_group_array(json_array(row.key, jobs.state, jobs.last_seq))
+  FROM json_each(:names) AS row CROSS JOIN jobs
+    ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue"""
+
+_STORIES: Final = """
+SELECT json_group_array(json_array(place, type, from_state, to_state, attempt, worker, message, data, at)) FROM (
+    SELECT row.key AS place, e.* FROM json_each(:names) AS row CROSS JOIN job_events AS e
+        ON e.tenant_id = row.value ->> 0 AND e.job_id = row.value ->> 1 AND e.queue = :queue
+     ORDER BY row.key, e.seq)"""
+
+#: A job that dies twice (after a fork) has one item, of its last death.
+_BURY: Final = """
+INSERT INTO dlq_items (
+    tenant_id, dlq_id, job_id, queue, job_type, trace_id, payload, error_code, error, stack, retry_count, history,
+    failed_at, acked_at)
+SELECT jobs.tenant_id, row.value ->> 2, jobs.job_id, jobs.queue, jobs.job_type, jobs.trace_id, jobs.payload,
+       row.value ->> 3, row.value ->> 4, row.value ->> 5, row.value ->> 6, row.value ->> 7, row.value ->> 8,
+       row.value ->> 9
+  FROM json_each(:rows) AS row CROSS JOIN jobs
+    ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue
+ WHERE true
+ON CONFLICT (tenant_id, job_id, queue) DO UPDATE
+   SET dlq_id = excluded.dlq_id, error_code = excluded.error_code, error = excluded.error, stack = excluded.stack,
+       retry_count = excluded.retry_count, history = excluded.history, failed_at = excluded.failed_at,
+       acked_at = excluded.acked_at, status = 'open'"""
+
+_WRITTEN: Final = """
+SELECT json_group_array(e.position) FROM json_each(:rows) AS row CROSS JOIN feed_entries AS e
+    ON e.feed = :queue AND e.position = row.value ->> 0 AND e.nonce = row.value ->> 1"""
+
+_UNACKED: Final = """
+SELECT json_group_array(json_array(tenant_id, job_id, dlq_id)) FROM (
+    SELECT * FROM dlq_items WHERE acked_at IS NULL AND queue = :queue ORDER BY failed_at LIMIT :limit)"""
+
+_ACK: Final = """
+UPDATE dlq_items SET acked_at = :now
+ WHERE acked_at IS NULL
+   AND (tenant_id, dlq_id) IN (SELECT row.value ->> 0, row.value ->> 1 FROM json_each(:rows) AS row)"""
+
+_POSITION: Final = "SELECT position, nonce FROM feed_positions WHERE feed = ?"
+
+
+class SqliteProjection(Projection):
+    """The projector's writing end on a SQLite file."""
+
+    def __init__(self, store: SqliteStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._presence = Presence(self._look, store.news)
+
+    # Who projects ----------------------------------------------------------------------------------
+
+    async def take(self, queue: str, projector: str, lease_ms: int) -> Position | None:
+        now_ms = self._clock.now_ms()
+        values = {"queue": queue, "projector": projector, "until": now_ms + lease_ms, "now": now_ms}
+        row = await self._store.write(lambda transaction: transaction.execute(_TAKE, values).fetchone())
+        return Position(*row) if row else None
+
+    async def release(self, queue: str, projector: str) -> None:
+        await self._store.write(lambda transaction: transaction.execute(_RELEASE, (queue, projector)).rowcount)
+
+    # Writing ---------------------------------------------------------------------------------------
+
+    async def project(
+        self, queue: str, projector: str, lease_ms: int, old: Position, entries: Sequence[FeedEntry]
+    ) -> Projected:
+        events = [cleaned(event) for entry in entries for event in entry.events]
+        now_ms, last = self._clock.now_ms(), entries[-1]
+        move = {
+            "queue": queue,
+            "position": last.position,
+            "nonce": last.nonce,
+            "projector": projector,
+            "until": now_ms + lease_ms,
+            "now": now_ms,
+            "old_position": old.position,
+            "old_nonce": old.nonce,
+        }
+        told = [(entry.position, entry.nonce) for entry in entries if entry.events]
+
+        def write(transaction: Transaction) -> tuple[int, int]:
+            if not old.position:
+                transaction.execute(_FIRST, (queue, now_ms))
+            if transaction.execute(_MOVE, move).rowcount != 1:
+                raise PositionMoved(queue)
+            transaction.execute(_ENTRIES, {"queue": queue, "now": now_ms, "rows": to_json(told)})
+            transaction.effects.recorded.add(queue)
+            return _write_carefully(transaction, queue, events)
+
+        anomalies, letters = await self._store.write(write)
+        return Projected(Position(last.position, last.nonce), len(events), anomalies, letters)
+
+    # Looking ---------------------------------------------------------------------------------------
+
+    async def written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
+        rows = to_json([(entry.position, entry.nonce) for entry in entries])
+        return set(await self._read(_WRITTEN, {"queue": queue, "rows": rows}))
+
+    async def unacked(self, queue: str, limit: int) -> list[DeadLetter]:
+        rows = await self._read(_UNACKED, {"queue": queue, "limit": limit})
+        return [DeadLetter(JobKey(tenant_id, queue, job_id), dlq_id) for tenant_id, job_id, dlq_id in rows]
+
+    async def ack(self, letters: Sequence[DeadLetter]) -> None:
+        rows = to_json([(letter.key.tenant_id, letter.dlq_id) for letter in letters])
+        values = {"rows": rows, "now": self._clock.now_ms()}
+        await self._store.write(lambda transaction: transaction.execute(_ACK, values).rowcount)
+
+    async def position(self, queue: str) -> Position:
+        row = await self._store.write(
+            lambda transaction: transaction.execute(_POSITION, (queue,)).fetchone(), lazy=True
+        )
+        return Position(*row) if row else Position()
+
+    async def wait_moved(self, queue: str, than: Position, wait_ms: int) -> Position:
+        return await wait_moved(self, self._store.news, queue, than, wait_ms)
+
+    async def wait_present(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
+        return await self._presence.wait(keys, wait_ms)
+
+    async def _look(self, queue: str, keys: Sequence[JobKey]) -> set[JobKey]:
+        names = to_json([(clean(key.tenant_id), clean(key.job_id)) for key in keys])
+        return {keys[place] for place, _, _ in await self._read(_LOOK_UP, {"queue": queue, "names": names})}
+
+    async def _read(self, statement: str, values: dict[str, Any]) -> list[Any]:
+        return await self._store.write(_rows, statement, values, lazy=True)
+
+
+# In the writer's thread ----------------------------------------------------------------------------
+
+
+def _rows(transaction: Transaction, statement: str, values: dict[str, Any]) -> list[Any]:
+    (text,) = transaction.execute(statement, values).fetchone()
+    rows: list[Any] = msgspec.json.decode(text)
+    return rows
+
+
+def _write_carefully(transaction: Transaction, queue: str, events: list[Event]) -> tuple[int, int]:
+    """Anomalies and dead letters that were written. Always comes to an end: a batch that the file refuses is halved
+    until the one event is found that it cannot take."""
+    transaction.execute("SAVEPOINT part")
+    try:
+        done = _write(transaction, queue, fold(events, _look_up(transaction, queue, events)))
+    except Exception as exc:
+        if not _is_refused(exc):
+            raise
+        _log.debug("a batch of %s is halved: %r", queue, exc)
+        transaction.execute("ROLLBACK TO part")
+        transaction.execute("RELEASE part")
+        if len(events) == 1:
+            return _give_up(transaction, queue, events[0], exc), 0
+        parts = [_write_carefully(transaction, queue, half) for half in halves(events)]
+        return sum(anomalies for anomalies, _ in parts), sum(letters for _, letters in parts)
+    transaction.execute("RELEASE part")
+    return done
+
+
+def _give_up(transaction: Transaction, queue: str, event: Event, error: Exception) -> int:
+    _log.error("an event of job %.100s in queue %s cannot be written: %s", event.job_id, queue, error)
+    rows = anomaly_rows([Anomaly(event, f"the ledger refused it: {error}")], queue, _instant)
+    try:
+        transaction.execute(_INSERT_ANOMALIES, (to_json(rows),))
+    except Exception as exc:
+        if not _is_refused(exc):
+            raise
+        _log.error("nor can it be kept as an anomaly: %s", exc)
+    return 1
+
+
+def _look_up(transaction: Transaction, queue: str, events: Iterable[Event]) -> dict[Name, Known]:
+    names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
+    rows = _rows(transaction, _LOOK_UP, {"queue": queue, "names": to_json(names)})
+    return {names[place]: Known(State(state), last_seq) for place, state, last_seq in rows}
+
+
+def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, int]:
+    drafts = folded.drafts
+    new = [job_row(draft, queue, _instant) for draft in drafts if draft.creation is not None]
+    old = [draft for draft in drafts if draft.creation is None]
+    noted = [(draft.tenant_id, draft.job_id, len(draft.events)) for draft in old if draft.state is None]
+    moved = [changed_row(draft, _instant) for draft in old if draft.state is not None]
+    if new:
+        transaction.execute(_INSERT_JOBS, (to_json(new),))
+    _update(transaction, _NOTE, queue, noted)
+    _update(transaction, _CHANGE, queue, moved)
+    transaction.execute(_INSERT_EVENTS, (to_json(event_rows(drafts, queue, _instant)),))
+    letters = [draft for draft in drafts if draft.letter is not None]
+    if letters:
+        _bury(transaction, queue, letters)
+    if folded.anomalies:
+        transaction.execute(_INSERT_ANOMALIES, (to_json(anomaly_rows(folded.anomalies, queue, _instant)),))
+    return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
+
+
+def _update(transaction: Transaction, statement: str, queue: str, rows: Sequence[Row]) -> None:
+    if rows:
+        changed = transaction.execute(statement, {"queue": queue, "rows": to_json(rows)}).rowcount
+        if changed != len(rows):
+            raise Misfit(f"{len(rows) - changed} of {len(rows)} jobs are elsewhere")
+
+
+def _bury(transaction: Transaction, queue: str, drafts: Sequence[Draft]) -> None:
+    names = to_json([(draft.tenant_id, draft.job_id) for draft in drafts])
+    stories: list[list[Event]] = [[] for _ in drafts]
+    for place, *row in _rows(transaction, _STORIES, {"queue": queue, "names": names}):
+        stories[place].append(_event(drafts[place].job_id, *row))
+    rows = [letter_row(draft, story, _instant) for draft, story in zip(drafts, stories, strict=True)]
+    transaction.execute(_BURY, {"queue": queue, "rows": to_json(rows)})
+
+
+def _event(job_id: str, kind: str, from_state: Any, to_state: Any, attempt: int, *rest: Any) -> Event:
+    worker, message, data, at_ms = rest
+    return Event(
+        type=kind,
+        job_id=job_id,
+        at_ms=at_ms,
+        from_state=State(from_state) if from_state else None,
+        to_state=State(to_state) if to_state else None,
+        attempt=attempt,
+        worker=worker or "",
+        message=message or "",
+        data=msgspec.json.decode(data) if data else None,
+    )
+
+
+def _instant(ms: int) -> int | None:
+    """0 is "never"."""
+    return ms if ms > 0 else None
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether the rows are at fault, and not the store: they break a rule, or hold what cannot be stored."""
+    if isinstance(error, sqlite3.Error):
+        return isinstance(error, sqlite3.IntegrityError | sqlite3.DataError) or "malformed JSON" in str(error)
+    if isinstance(error, PositionMoved):
+        return False
+    return isinstance(error, Misfit | ValueError | TypeError | OverflowError | KeyError | AttributeError)

@@ -1,0 +1,75 @@
+"""Retention on SQLite: old stories go in small steps of the writer, so that nobody waits long (requirement L5)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from holdfast.engine.sqlite.transaction import Transaction
+from holdfast.ledger.retention import KEEP_ENTRIES_MS
+
+_TENANTS: Final = """
+WITH RECURSIVE found(tenant_id) AS (
+    SELECT min(tenant_id) FROM {table}
+    UNION ALL
+    SELECT (SELECT min(tenant_id) FROM {table} WHERE tenant_id > found.tenant_id)
+    FROM found WHERE found.tenant_id IS NOT NULL
+)
+SELECT tenant_id FROM found WHERE tenant_id IS NOT NULL
+"""
+_JOB_TENANTS: Final = _TENANTS.format(table="jobs")
+_KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
+_STEP_TENANTS: Final = _TENANTS.format(table="job_steps")
+
+_OLD_JOBS: Final = """
+SELECT tenant_id, job_id, queue FROM (
+    SELECT tenant_id, job_id, queue, sum(last_seq) OVER (ORDER BY created_at, job_id, queue) - last_seq AS before FROM (
+        SELECT tenant_id, job_id, queue, created_at, last_seq FROM jobs
+        WHERE tenant_id = ?1 AND created_at < ?2 AND finished_at < ?2
+          AND NOT EXISTS (
+              SELECT 1 FROM dlq_items d WHERE d.tenant_id = jobs.tenant_id AND d.job_id = jobs.job_id
+                 AND d.queue = jobs.queue AND d.status IN ('open', 'discard_requested'))
+          AND NOT EXISTS (
+              SELECT 1 FROM idempotency_keys k WHERE k.tenant_id = jobs.tenant_id AND k.job_id = jobs.job_id
+                 AND k.queue = jobs.queue AND k.state <> 'done')
+        ORDER BY created_at, job_id LIMIT ?3
+    )
+) WHERE before < ?3
+"""
+_OF_A_JOB: Final = ("job_events", "job_steps", "dlq_items", "approvals", "anomalies", "jobs")
+_DROP: Final = tuple(
+    f"DELETE FROM {table} WHERE tenant_id = ? AND job_id = ? AND queue = ?"  # noqa: S608 - constants
+    for table in _OF_A_JOB
+)
+_PRUNE_KEYS: Final = """
+DELETE FROM idempotency_keys WHERE rowid IN (
+    SELECT rowid FROM idempotency_keys
+    WHERE tenant_id = ?1 AND expires_at IS NOT NULL AND expires_at < ?2 AND state = 'done' ORDER BY expires_at LIMIT ?3)
+"""
+_PRUNE_ENTRIES: Final = """
+DELETE FROM feed_entries WHERE rowid IN (
+    SELECT e.rowid FROM feed_entries e JOIN feed_positions p USING (feed)
+    WHERE e.feed = ?1 AND e.at < ?2 AND e.position <> p.position ORDER BY e.at LIMIT ?3)
+"""
+
+
+def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int) -> int:
+    """At most about `limit` rows; how many went."""
+    gone = 0
+    for (tenant,) in transaction.execute(_JOB_TENANTS).fetchall():
+        for job in transaction.execute(_OLD_JOBS, (tenant, now_ms - keep_ms, limit - gone)).fetchall():
+            gone += sum(transaction.execute(statement, job).rowcount for statement in _DROP)
+        if gone >= limit:
+            return gone
+    gone += prune_keys(transaction, now_ms, limit - gone)
+    before = now_ms - max(keep_ms, KEEP_ENTRIES_MS)
+    for (feed,) in transaction.execute("SELECT feed FROM feed_positions").fetchall():
+        gone += transaction.execute(_PRUNE_ENTRIES, (feed, before, max(0, limit - gone))).rowcount
+    return gone
+
+
+def prune_keys(transaction: Transaction, now_ms: int, limit: int) -> int:
+    """Effect keys that have expired."""
+    gone = 0
+    for (tenant,) in transaction.execute(_KEY_TENANTS).fetchall():
+        gone += transaction.execute(_PRUNE_KEYS, (tenant, now_ms, max(0, limit - gone))).rowcount
+    return gone

@@ -1,0 +1,242 @@
+"""Does the ledger tell legal stories? Reads all of it, or what is new, at one moment, and proves it job by job.
+
+For every job: its events are numbered 1 to n without a gap, every move is legal by the table, at most one event is
+final, and the job's own row says what its events say (state, attempt, retry count, number of events, end). A job that
+failed has its dead letter, no event is without its job, and no open dead letter without its job. Forks and anomalies
+are no faults: they are what an outage leaves behind, legally; they are counted.
+
+Memory is constant: jobs and events are read side by side, in the order of the job's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import ColumnElement, Select, and_, func, select
+
+from holdfast.core.history import SHOWN_FAULTS, Story
+from holdfast.core.job import Event
+from holdfast.core.states import FINAL, State
+from holdfast.ledger.keys import JobKey
+from holdfast.ledger.queries import Queries, Snapshot
+from holdfast.ledger.schema import anomalies, dlq_items, job_events, jobs
+
+#: Faults that are told one by one; all are counted.
+KEPT_FAULTS: Final = 100
+#: A call of `progress` for so many events.
+PROGRESS_EVERY: Final = 10_000
+
+_WITH_LETTER: Final = (State.DLQ_RECORDED.value, State.FAILED.value)
+#: Dead letters that somebody has still to decide about keep their job from being pruned.
+_UNDECIDED: Final = ("open", "discard_requested")
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What is wrong with one job."""
+
+    key: JobKey
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key.job_id} ({self.key.queue}, tenant {self.key.tenant_id}): {self.message}"
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What was read, and what is wrong with it."""
+
+    jobs: int = 0
+    open_jobs: int = 0
+    events: int = 0
+    #: Legal traces of outages.
+    forks: int = 0
+    restores: int = 0
+    anomalies: int = 0
+    dead_letters: int = 0
+    fault_count: int = 0
+    #: The first of them.
+    faults: list[Fault] = []
+
+    @property
+    def ok(self) -> bool:
+        return not self.fault_count
+
+    def add(self, key: JobKey, message: str) -> None:
+        """One more fault."""
+        self.fault_count += 1
+        if len(self.faults) < KEPT_FAULTS:
+            self.faults.append(Fault(key, message))
+
+    def assert_sound(self, *, ended: bool = False) -> None:
+        """For tests: raises `AssertionError` with the faults; with `ended`, open jobs are one, too."""
+        if ended and self.open_jobs:
+            raise AssertionError(f"{self.open_jobs} of {self.jobs} jobs in the ledger have no final event")
+        if not self.ok:
+            shown = "\n".join(str(fault) for fault in self.faults[:SHOWN_FAULTS])
+            raise AssertionError(f"the ledger is not sound, {self.fault_count} faults:\n{shown}")
+
+
+Progress = Callable[[Report], None]
+
+
+async def verify_ledger(queries: Queries, since: datetime | None = None, progress: Progress | None = None) -> Report:
+    """Check all jobs, or those created at `since` or later. Raises `LedgerUnavailable`."""
+    report = Report()
+    async with queries.snapshot() as snapshot:
+        await _read_stories(snapshot, report, since, progress or (lambda _: None))
+        await _find_lone_events(snapshot, report, since)
+        await _find_missing_letters(snapshot, report, since)
+        await _find_lone_letters(snapshot, report, since)
+        report.anomalies = await snapshot.scalar(
+            _recent(select(func.count()).select_from(anomalies), anomalies.c.at, since)
+        )
+        letters = _recent(select(func.count()).select_from(dlq_items), dlq_items.c.failed_at, since)
+        report.dead_letters = await snapshot.scalar(letters)
+    return report
+
+
+# Stories -------------------------------------------------------------------------------------------
+
+
+async def _read_stories(snapshot: Snapshot, report: Report, since: datetime | None, progress: Progress) -> None:
+    reader: _JobReader | None = None
+    async for row in snapshot.rows(_side_by_side(since)):
+        if reader is None or not reader.is_about(row):
+            if reader is not None:
+                reader.close(report)
+            reader = _JobReader(row)
+        if row.seq is not None:
+            reader.read(row, report)
+            if report.events % PROGRESS_EVERY == 0:
+                progress(report)
+    if reader is not None:
+        reader.close(report)
+
+
+class _JobReader:
+    """Follows one job through its events, then compares it with its row."""
+
+    def __init__(self, row: Any) -> None:
+        self._row = row
+        self._key = JobKey(row.tenant_id, row.queue, row.job_id)
+        self._story = Story(row.job_id)
+        #: The event of the last move.
+        self._last: Any = None
+
+    def is_about(self, row: Any) -> bool:
+        key = self._key
+        return bool(row.job_id == key.job_id and row.queue == key.queue and row.tenant_id == key.tenant_id)
+
+    def read(self, row: Any, report: Report) -> None:
+        report.events += 1
+        event = Event(
+            type=row.type,
+            job_id=row.job_id,
+            at_ms=0,
+            from_state=_state(row.from_state),
+            to_state=_state(row.to_state),
+            attempt=row.event_attempt,
+            retry_count=row.event_retry_count,
+        )
+        for fault in self._story.read(event, row.seq):
+            report.add(self._key, fault)
+        if row.to_state is not None:
+            self._last = row
+
+    def close(self, report: Report) -> None:
+        story = self._story
+        report.jobs += 1
+        report.open_jobs += self._row.state not in FINAL
+        report.forks += story.forks
+        report.restores += story.restores
+        if self._last is None:
+            report.add(self._key, "has no event that tells of its creation")
+            return
+        for name, said, told in self._compared():
+            if said != told:
+                report.add(self._key, f"its row says {name} {said}, its events say {told}")
+
+    def _compared(self) -> list[tuple[str, Any, Any]]:
+        row, last = self._row, self._last
+        ended = last.at if last.to_state in FINAL else None
+        return [
+            ("state", row.state, last.to_state),
+            ("attempt", row.attempt, last.event_attempt),
+            ("retry count", row.retry_count, last.event_retry_count),
+            ("last event", row.last_seq, self._story.events),
+            ("end", row.finished_at, ended),
+        ]
+
+
+def _side_by_side(since: datetime | None) -> Select[Any]:
+    event = job_events.c
+    statement = select(
+        jobs.c.tenant_id,
+        jobs.c.queue,
+        jobs.c.job_id,
+        jobs.c.state,
+        jobs.c.attempt,
+        jobs.c.retry_count,
+        jobs.c.last_seq,
+        jobs.c.finished_at,
+        event.seq,
+        event.type,
+        event.from_state,
+        event.to_state,
+        event.attempt.label("event_attempt"),
+        event.retry_count.label("event_retry_count"),
+        event.at,
+    ).select_from(jobs.outerjoin(job_events, _same_job(job_events)))
+    order = (jobs.c.tenant_id, jobs.c.job_id, jobs.c.queue, event.seq)
+    return _recent(statement, jobs.c.created_at, since).order_by(*order)
+
+
+# What stands alone -----------------------------------------------------------------------------------
+
+
+async def _find_lone_events(snapshot: Snapshot, report: Report, since: datetime | None) -> None:
+    # Counting is cheaper than looking, and nearly always enough.
+    if since is None and report.events == await snapshot.scalar(select(func.count()).select_from(job_events)):
+        return
+    event = job_events.c
+    alone = select(event.tenant_id, event.queue, event.job_id, func.count().label("events"))
+    alone = _recent(alone, event.at, since).where(~select(jobs.c.job_id).where(_same_job(job_events)).exists())
+    async for row in snapshot.rows(alone.group_by(event.tenant_id, event.queue, event.job_id)):
+        report.add(JobKey(row.tenant_id, row.queue, row.job_id), f"has {row.events} events and no row")
+
+
+async def _find_missing_letters(snapshot: Snapshot, report: Report, since: datetime | None) -> None:
+    letter = and_(dlq_items.c.tenant_id == jobs.c.tenant_id, dlq_items.c.dlq_id == jobs.c.dlq_id)
+    missing = (
+        select(jobs.c.tenant_id, jobs.c.queue, jobs.c.job_id, jobs.c.state, jobs.c.dlq_id)
+        # Said twice for the index, which knows the second.
+        .where(jobs.c.state.in_(_WITH_LETTER), jobs.c.state != State.SUCCEEDED.value)
+        .where(~select(dlq_items.c.dlq_id).where(letter, dlq_items.c.job_id == jobs.c.job_id).exists())
+    )
+    async for row in snapshot.rows(_recent(missing, jobs.c.created_at, since)):
+        report.add(
+            JobKey(row.tenant_id, row.queue, row.job_id), f"is {row.state}, but dead letter {row.dlq_id} is missing"
+        )
+
+
+async def _find_lone_letters(snapshot: Snapshot, report: Report, since: datetime | None) -> None:
+    item = dlq_items.c
+    alone = select(item.tenant_id, item.queue, item.job_id, item.dlq_id).where(
+        item.status.in_(_UNDECIDED), ~select(jobs.c.job_id).where(_same_job(dlq_items)).exists()
+    )
+    async for row in snapshot.rows(_recent(alone, item.failed_at, since)):
+        report.add(JobKey(row.tenant_id, row.queue, row.job_id), f"has dead letter {row.dlq_id} and no row")
+
+
+def _same_job(table: Any) -> ColumnElement[bool]:
+    return and_(table.c.tenant_id == jobs.c.tenant_id, table.c.job_id == jobs.c.job_id, table.c.queue == jobs.c.queue)
+
+
+def _recent(statement: Select[Any], column: Any, since: datetime | None) -> Select[Any]:
+    return statement if since is None else statement.where(column >= since)
+
+
+def _state(value: str | None) -> State | None:
+    return None if value is None else State(value)

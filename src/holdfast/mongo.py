@@ -1,0 +1,134 @@
+"""MongoDB for tasks (requirement E5): one document for each idempotency key, results of jobs, and outages waited out.
+
+    from holdfast.mongo import upsert_once
+
+    order = await upsert_once(db.orders, ctx.idempotency_key, {"total": 12}, tenant_id=ctx.tenant_id)
+
+Needs `pip install 'holdfast[mongo]'` (PyMongo's own asyncio client). When MongoDB does not answer, everything here
+raises `Unavailable`: the job backs off without using up retries, for as long as the outage lasts. For your own calls
+say `@app.task(unavailable_on=UNAVAILABLE)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+try:
+    from pymongo import ASCENDING
+    from pymongo.asynchronous.collection import AsyncCollection
+    from pymongo.asynchronous.mongo_client import AsyncMongoClient
+    from pymongo.errors import (
+        AutoReconnect,
+        ConnectionFailure,
+        DuplicateKeyError,
+        NetworkTimeout,
+        NotPrimaryError,
+        ServerSelectionTimeoutError,
+        WaitQueueTimeoutError,
+    )
+except ImportError as exc:
+    raise ImportError("holdfast.mongo needs PyMongo 4.13 or later: pip install 'holdfast[mongo]'") from exc
+
+from holdfast.core.codec import decode_json, encode_json
+from holdfast.core.job import DEFAULT_TENANT
+from holdfast.errors import Unavailable, UsageError
+from holdfast.worker.context import Context
+
+__all__ = ["UNAVAILABLE", "ResultSink", "upsert_once"]
+
+Document = dict[str, Any]
+
+#: PyMongo's exceptions that say "MongoDB does not answer": for `@app.task(unavailable_on=UNAVAILABLE)`.
+UNAVAILABLE: Final = (
+    ServerSelectionTimeoutError,
+    AutoReconnect,
+    NetworkTimeout,
+    NotPrimaryError,
+    WaitQueueTimeoutError,
+    ConnectionFailure,
+)
+
+_INDEX: Final = [("tenant_id", ASCENDING), ("idempotency_key", ASCENDING)]
+_INDEX_NAME: Final = "holdfast_idempotency_key"
+_KEY_FIELDS: Final = ("tenant_id", "idempotency_key")
+
+#: Collections whose index is known to be there, by client.
+_indexed: WeakKeyDictionary[AsyncMongoClient[Any], set[str]] = WeakKeyDictionary()
+
+
+async def upsert_once(
+    collection: AsyncCollection[Any], key: str, document: Mapping[str, Any], *, tenant_id: str = DEFAULT_TENANT
+) -> Document:
+    """Insert the document under the key, or leave the one that is there; returns what is stored.
+
+    `tenant_id` and `idempotency_key` are added to it, with a unique index over both. However many callers come, at the
+    same time or later, one document is inserted and all of them get that one.
+    """
+    if not key:
+        raise UsageError(f"the idempotency key must be a text that is not empty, got {key!r}")
+    names = {"tenant_id": tenant_id, "idempotency_key": key}
+    fresh = _without_names(document, names)
+    with outages():
+        await _ensure_index(collection)
+        # First the usual case of a retry, which then writes nothing.
+        stored = await collection.find_one(names)
+        if stored is None:
+            try:
+                await collection.update_one(names, {"$setOnInsert": fresh or names}, upsert=True)
+            except DuplicateKeyError:
+                # Two inserted at once, and this one came second; or another unique index of the collection objects.
+                stored = await collection.find_one(names)
+                if stored is None:
+                    raise
+            else:
+                stored = await collection.find_one(names)
+    return dict(stored or names)
+
+
+class ResultSink:
+    """Keeps results of jobs in a collection: one document for each job, however often it is written."""
+
+    def __init__(self, collection: AsyncCollection[Any]) -> None:
+        self._collection = collection
+
+    async def write(self, ctx: Context, result: Any) -> Document:
+        """Store the result of this run's job; the first one written stays. Returns what is stored."""
+        plain = decode_json(encode_json(result, "the result"), "the result")
+        document = {
+            "queue": ctx.queue,
+            "job_id": ctx.job_id,
+            "task": ctx.task,
+            "attempt": ctx.attempt,
+            "trace_id": ctx.trace_id,
+            "result": plain,
+            "at": datetime.now(UTC),
+        }
+        return await upsert_once(self._collection, f"{ctx.queue}:{ctx.job_id}", document, tenant_id=ctx.tenant_id)
+
+
+@contextmanager
+def outages() -> Iterator[None]:
+    """Raises PyMongo's exceptions of an outage as `Unavailable`."""
+    try:
+        yield
+    except UNAVAILABLE as exc:
+        raise Unavailable(f"MongoDB does not answer: {exc}") from exc
+
+
+async def _ensure_index(collection: AsyncCollection[Any]) -> None:
+    """Once for each collection and client: the index is what makes a key unique."""
+    known = _indexed.setdefault(collection.database.client, set())
+    if collection.full_name not in known:
+        await collection.create_index(_INDEX, unique=True, name=_INDEX_NAME)
+        known.add(collection.full_name)
+
+
+def _without_names(document: Mapping[str, Any], names: Mapping[str, str]) -> Document:
+    for name in _KEY_FIELDS:
+        if name in document and document[name] != names[name]:
+            raise UsageError(f"the document says {name}={document[name]!r}, the call says {names[name]!r}")
+    return {name: value for name, value in document.items() if name not in names}

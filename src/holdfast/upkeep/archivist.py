@@ -1,0 +1,50 @@
+"""Retention (requirement L5): drops finished jobs from the ledger when their time is over.
+
+In small batches with a pause between them, so that nothing else waits for it. Any number may do so at once: each takes
+rows that the others have not locked.
+"""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from holdfast.errors import LedgerUnavailable
+from holdfast.settings import Settings
+from holdfast.upkeep.loop import forever
+
+if TYPE_CHECKING:
+    from holdfast.ledger.port import Ledger
+
+_log: Final = logging.getLogger("holdfast.upkeep")
+
+#: Rows of one transaction, about 50 ms of work.
+BATCH: Final = 2_000
+#: Between two batches while there is more, and when there is nothing more.
+_BREATH_S: Final = 0.2
+_PAUSE_S: Final = 300.0
+_DAY_MS: Final = 86_400_000
+
+
+class Archivist:
+    """Prunes the ledger until cancelled."""
+
+    def __init__(self, ledger: Ledger, settings: Settings, random: Random | None = None) -> None:
+        self._ledger = ledger
+        self._keep_ms = round(settings.retention_days * _DAY_MS)
+        self._random = random or Random()
+
+    async def run(self) -> None:
+        """Prune, again and again."""
+        await forever("archivist", self.turn)
+
+    async def turn(self) -> float:
+        """One batch; how long to pause."""
+        try:
+            gone = await self._ledger.prune(self._keep_ms, BATCH)
+        except LedgerUnavailable as exc:
+            _log.debug("nothing was pruned, the ledger does not answer: %s", exc)
+            gone = 0
+        # A batch may be a little short, as a job's rows go together.
+        return _BREATH_S if gone >= BATCH // 2 else _PAUSE_S * self._random.uniform(0.8, 1.2)

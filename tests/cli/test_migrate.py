@@ -1,0 +1,104 @@
+"""`holdfast migrate`, and what workers and `doctor` say about a ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from holdfast.cli.main import app
+from holdfast.engine.sqlite.connection import SCHEMA_VERSION
+from holdfast.ledger.version import HEAD
+from holdfast.settings import Settings
+from tests.cli.harness import Shell
+from tests.servers import free_port
+
+
+def call(*words: str, code: int = 0) -> Result:
+    """In this process: much quicker than a shell."""
+    answer = CliRunner().invoke(app, ["migrate", *words])
+    assert answer.exit_code == code, answer.output
+    return answer
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"HOLDFAST_{name.upper()}", raising=False)
+
+
+def test_up_status_down() -> None:
+    ledger = ("--ledger", "sqlite:///ledger.db")
+    found = json.loads(call("status", *ledger, "--json", code=1).stdout)
+    assert found["pending"] == [{"version": HEAD, "title": "The ledger's tables"}]
+    done = json.loads(call("up", *ledger, "--json").stdout)
+    assert (done["before"], done["after"]) == (None, HEAD)
+    assert "nothing to do" in call("up", *ledger).stderr
+    assert json.loads(call("status", *ledger, "--json").stdout)["ok"] is True
+    assert "--yes" in call("down", *ledger, code=2).stderr
+    assert json.loads(call("status", *ledger, "--json").stdout)["version"] == HEAD
+    assert "are gone" in call("down", "--yes", *ledger).stderr
+    assert json.loads(call("status", *ledger, "--json", code=1).stdout)["version"] is None
+
+
+@pytest.mark.postgres
+def test_on_postgres_by_variable(empty_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_LEDGER", empty_postgres_url)
+    assert "has no tables" in call("status", code=1).stderr
+    assert f"from nothing to {HEAD}" in call("up").stderr
+    assert "wants" in call("status").stderr
+
+
+def test_embedded_it_is_the_engines_file() -> None:
+    assert json.loads(call("up", "--json").stdout)["after"] == str(SCHEMA_VERSION)
+    assert json.loads(call("status", "--json").stdout)["ok"] is True
+    assert "cannot be taken out" in call("down", code=2).stderr
+
+
+def test_without_a_ledger_it_says_what_to_name() -> None:
+    assert "HOLDFAST_LEDGER" in call("up", "--url", "redis://127.0.0.1:1/0", code=2).stderr
+
+
+def test_a_database_that_is_down_is_exit_code_3() -> None:
+    url = f"postgresql://me:secret@127.0.0.1:{free_port()}/db"
+    done = call("up", "--debug", "--ledger", url, code=3)
+    assert "nothing listens there" in done.stderr
+    assert "secret" not in done.output
+
+
+@pytest.mark.postgres
+@pytest.mark.redis
+def test_a_worker_on_an_old_ledger_ends_and_says_what_to_run(
+    shell: Shell, redis_url: str, empty_postgres_url: str, namespace: str
+) -> None:
+    at = {"HOLDFAST_URL": redis_url, "HOLDFAST_NAMESPACE": namespace, "HOLDFAST_LEDGER": empty_postgres_url}
+    for words in (("worker", "sample:app"), ("upkeep",)):
+        said = shell.run(*words, code=2, **at).stderr
+        assert "SCHEMA_MISMATCH" in said
+        assert "run `holdfast migrate up`" in said
+
+
+@pytest.mark.postgres
+@pytest.mark.redis
+def test_doctor_looks_at_the_ledger(shell: Shell, redis_url: str, postgres_url: str, namespace: str) -> None:
+    at = {"HOLDFAST_URL": redis_url, "HOLDFAST_NAMESPACE": namespace}
+    shell.run("submit", "add", '{"a": 1}', code=0, HOLDFAST_LEDGER=postgres_url, **at)
+    said = shell.run("doctor", code=None, HOLDFAST_LEDGER=postgres_url, **at).stdout
+    assert f"schema {HEAD}" in said
+    assert "connections are left" in said
+    # The tests' own server runs without fsync.
+    assert "a crash forgets" in said
+    assert "ledger of default" in said
+    down = f"postgresql://me:secret@127.0.0.1:{free_port()}/db"
+    done = shell.run("doctor", code=1, **at, HOLDFAST_LEDGER=down)
+    assert "nothing listens there" in done.stdout + done.stderr
+    assert "secret" not in done.stdout + done.stderr
+    assert "none: finished jobs are forgotten" in shell.run("doctor", code=None, **at).stdout
+
+
+def test_doctor_knows_an_embedded_ledger(shell: Shell) -> None:
+    shell.run("submit", "add", '{"a": 1}')
+    assert "embedded in" in shell.run("doctor").stdout

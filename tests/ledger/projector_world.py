@@ -1,0 +1,197 @@
+"""A Redis engine worked by hand, a ledger, and projectors that can be made to die at any point."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from holdfast.clock import SystemClock
+from holdfast.core.job import Claim, Envelope, Failure, new_job_ids
+from holdfast.core.states import FINAL, State
+from holdfast.core.verdict import DeadLetter, RetryLater, Settlement, Succeed, Verdict
+from holdfast.engine.factory import build_engine
+from holdfast.engine.port import Engine
+from holdfast.ledger.port import Ledger, Position
+from holdfast.settings import Settings
+from holdfast.upkeep.admission import admit
+from holdfast.upkeep.projector import Projector
+from tests.ledger.projection_rig import QUEUE, check_ledger, open_ledger, rows
+
+WITHIN_S = 30.0
+FAILURE = Failure("TASK_ERROR", "boom", "ValueError", "at x")
+
+
+class Killed(BaseException):
+    """What a killed projector feels: nothing that it could handle."""
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, within_s: float = WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+class World:
+    """One namespace of a Redis and one ledger. `with` it closes what it opened."""
+
+    def __init__(self, redis_url: str, ledger_url: str, namespace: str, **options: Any) -> None:
+        self.settings = Settings.load(url=redis_url, ledger=ledger_url, namespace=namespace)
+        self.ledger_url = ledger_url
+        self._options = options
+        self.engine = build_engine(self.settings, SystemClock())
+        self.ledger = open_ledger(ledger_url, **options)
+        self._opened: list[Engine | Ledger] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        await self.engine.open()
+        await self.ledger.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+        for opened in (*self._opened, self.engine, self.ledger):
+            await opened.close()
+
+    # The engine's side -----------------------------------------------------------------------------
+
+    async def admit(self, queue: str = QUEUE) -> None:
+        await admit(self.engine, self.ledger, queue)
+
+    async def submit(self, count: int, queue: str = QUEUE, **more: Any) -> list[str]:
+        ids = new_job_ids(count)
+        await self.engine.submit([Envelope(job_id=i, task="add", payload=b"{}", queue=queue, **more) for i in ids])
+        return ids
+
+    async def claim(self, limit: int = 500, queue: str = QUEUE) -> list[Claim]:
+        return await self.engine.claim("w1", [queue], limit, 0)
+
+    async def settle(self, claims: Sequence[Claim], verdict: Verdict | None = None) -> None:
+        how = verdict or Succeed(b"1")
+        await self.engine.settle([Settlement(claim, how, claim.claimed_at_ms) for claim in claims])
+
+    async def work(self, verdict: Verdict | None = None, queue: str = QUEUE) -> int:
+        claims = await self.claim(queue=queue)
+        await self.settle(claims, verdict)
+        return len(claims)
+
+    async def lives(self, count: int, queue: str = QUEUE) -> list[str]:
+        """Some that succeed, some that wait for a retry, some that die."""
+        ids = await self.submit(count, queue)
+        claims = await self.claim(count, queue)
+        third = len(claims) // 3
+        await self.settle(claims[:third], RetryLater(600_000, FAILURE))
+        await self.settle(claims[third : 2 * third], DeadLetter(FAILURE))
+        await self.settle(claims[2 * third :])
+        return ids
+
+    # The ledger's side -----------------------------------------------------------------------------
+
+    def projector(self, engine: Engine | None = None, ledger: Ledger | None = None, **options: Any) -> Projector:
+        """On connections of its own, unless given some."""
+        engine, ledger = engine or self.engine.sibling(), ledger or open_ledger(self.ledger_url, **self._options)
+        self._opened += [engine, ledger]
+        options = {"linger_s": 0.001, "round_s": 0.1, "lease_ms": 300} | options
+        return Projector(engine, ledger, **options)
+
+    async def start(self, projector: Projector | None = None) -> Projector:
+        projector = projector or self.projector()
+        await projector._engine.open()
+        self._tasks.append(asyncio.create_task(projector.run()))
+        return projector
+
+    async def stop(self) -> None:
+        """End all projectors as a worker would."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def end(self, queue: str = QUEUE) -> Position:
+        cut = await self.engine.survey(queue, [])
+        return Position(cut.position, cut.nonce)
+
+    async def caught_up(self, queue: str = QUEUE) -> bool:
+        assert self.ledger.projection is not None
+        return await self.ledger.projection.position(queue) == await self.end(queue)
+
+    async def settled_down(self, queue: str = QUEUE) -> None:
+        """The ledger has all of the feed, and no dead letter is left to be told."""
+        assert self.ledger.projection is not None
+        projection = self.ledger.projection
+
+        async def quiet() -> bool:
+            return (
+                await self.caught_up(queue) and not await projection.unacked(queue, 1) and await self.caught_up(queue)
+            )
+
+        await until(quiet, "the ledger has caught up")
+
+    async def check(self, ids: Sequence[str], *, anomalies: int | None = 0, states: bool = True) -> dict[str, Any]:
+        """Every one of these jobs, each with a whole and legal story, and in the state that the engine says."""
+        told = await check_ledger(self.ledger)
+        assert told.keys() >= set(ids), f"{len(set(ids) - told.keys())} jobs are missing"
+        if anomalies is not None:
+            found = await rows(self.ledger, "SELECT reason, event FROM anomalies")
+            assert len(found) == anomalies, found[:3]
+        if states:
+            for job_id, view in zip(ids, await self.engine.get(QUEUE, ids), strict=True):
+                assert view is not None
+                assert told[job_id] is view.state, job_id
+        finals = await rows(
+            self.ledger,
+            "SELECT job_id, count(*) AS n FROM job_events WHERE to_state IN "
+            f"({', '.join(repr(state.value) for state in FINAL)}) GROUP BY tenant_id, job_id, queue",
+        )
+        assert all(row["n"] == 1 for row in finals)
+        return told
+
+
+class Doomed:
+    """Stands before an engine, a ledger or a projection and dies, for good, at one call of one method."""
+
+    def __init__(self, real: Any, doom: Doom) -> None:
+        self._real = real
+        self._doom = doom
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real, name)
+        if name == "projection":
+            return Doomed(value, self._doom)
+        if name == "close" or not asyncio.iscoroutinefunction(value):
+            return value
+
+        async def call(*arguments: Any, **options: Any) -> Any:
+            self._doom.knell(name, "before")
+            answer = await value(*arguments, **options)
+            self._doom.knell(name, "after")
+            return answer
+
+        return call
+
+
+class Doom:
+    """When to die: before or after the n-th call of a method; from then on at every call."""
+
+    def __init__(self, method: str, side: str, nth: int = 1) -> None:
+        self._method, self._side, self._left = method, side, nth
+        self.dead = asyncio.Event()
+
+    def knell(self, method: str, side: str) -> None:
+        if (method, side) == (self._method, self._side):
+            self._left -= 1
+            if self._left == 0:
+                self.dead.set()
+        if self.dead.is_set():
+            raise Killed(f"{self._side} {self._method}")
+
+
+async def state_of(world: World, job_id: str) -> State | None:
+    (view,) = await world.engine.get(QUEUE, [job_id])
+    return view.state if view else None

@@ -1,0 +1,259 @@
+"""Durable submission: what a caller is told, and when (requirement L4)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import Holdfast
+from holdfast.core.job import Envelope, Receipt, new_job_ids
+from holdfast.engine.port import EngineOptions, KnownKey
+from holdfast.errors import FeedUnread, InvalidOption, LedgerUnavailable, NotDurableYet
+from holdfast.ledger.keys import JobKey
+from holdfast.submitter import Submitter
+from tests.worker.support import eventually, working
+
+
+class Engine:
+    """Takes everything, once its feed has a reader."""
+
+    def __init__(self, *, read: bool = True) -> None:
+        self.options = EngineOptions(ledger=True)
+        self.readers: set[str] = {"default"} if read else set()
+        self.calls = 0
+        self.keys: list[KnownKey] = []
+        self.first: dict[str, str] = {}
+
+    async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        self.calls += 1
+        for envelope in envelopes:
+            if envelope.queue not in self.readers:
+                raise FeedUnread(envelope.queue, "nobody reads")
+        receipts = []
+        for envelope in envelopes:
+            first = self.first.setdefault(envelope.idempotency_key or envelope.job_id, envelope.job_id)
+            receipts.append(Receipt(first, first != envelope.job_id))
+        return receipts
+
+    async def register_reader(self, queue: str) -> None:
+        await asyncio.sleep(0)
+        self.readers.add(queue)
+
+    async def remember_keys(self, queue: str, keys: Sequence[KnownKey]) -> None:
+        assert queue not in self.readers, "keys come before intake opens"
+        self.keys += keys
+
+
+class Ledger:
+    """Has what it is told to have; all three roles that a submitter sees."""
+
+    def __init__(self) -> None:
+        self.projection: Any = self
+        self.recovery = self
+        self.has: set[JobKey] = set()
+        self.everything = True
+        self.down = 0
+        self.asked: list[int] = []
+        self.known: list[KnownKey] = []
+
+    async def wait_present(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
+        self.asked.append(len(keys))
+        self._answer()
+        found = set(keys) if self.everything else self.has & set(keys)
+        if found != set(keys):
+            await asyncio.sleep(wait_ms / 1000)
+        return found
+
+    async def queues(self) -> list[str]:
+        self._answer()
+        return ["default"]
+
+    async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[KnownKey]]:
+        for start in range(0, len(self.known), 2):
+            yield self.known[start : start + 2]
+
+    def _answer(self) -> None:
+        if self.down:
+            self.down -= 1
+            raise LedgerUnavailable("gone fishing")
+
+
+def desk(engine: Engine, ledger: Ledger | None, timeout_s: float = 5.0) -> Submitter:
+    return Submitter(engine, ledger, durable_timeout_s=timeout_s)  # type: ignore[arg-type]
+
+
+def envelope(**fields: Any) -> Envelope:
+    return Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"{}", **{"durable": True} | fields)
+
+
+async def test_callers_at_the_same_moment_share_the_look_up() -> None:
+    ledger = Ledger()
+    submitter = desk(Engine(), ledger)
+    receipts = await asyncio.gather(*(submitter.submit(envelope()) for _ in range(100)))
+    assert len({receipt.job_id for receipt in receipts}) == 100
+    assert sum(ledger.asked) == 100
+    assert len(ledger.asked) <= 3
+
+
+async def test_those_who_are_not_durable_do_not_wait() -> None:
+    ledger = Ledger()
+    ledger.everything = False
+    submitter = desk(Engine(), ledger)
+    waiting = asyncio.create_task(submitter.submit(envelope()))
+    await submitter.submit(envelope(durable=False))
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_too_late_means_accepted_but_not_yet_durable() -> None:
+    ledger = Ledger()
+    ledger.everything = False
+    submitter = desk(Engine(), ledger, 0.05)
+    sent = envelope()
+    with pytest.raises(NotDurableYet) as caught:
+        await submitter.submit(sent)
+    assert caught.value.job_id == sent.job_id
+    with pytest.raises(NotDurableYet):
+        await submitter.submit_many([envelope(), envelope()])
+
+
+async def test_one_that_is_late_holds_up_no_duplicate_of_another() -> None:
+    ledger = Ledger()
+    ledger.everything = False
+    engine = Engine()
+    submitter = desk(engine, ledger, 0.2)
+    engine.first["known"] = "first"
+    ledger.has.add(JobKey("default", "default", "first"))
+    late = asyncio.create_task(submitter.submit(envelope()))
+    receipt = await submitter.submit(envelope(idempotency_key="known"))
+    assert receipt == Receipt("first", duplicate=True)
+    assert not late.done()
+    with pytest.raises(NotDurableYet):
+        await late
+
+
+async def test_a_ledger_that_comes_back_in_time_is_waited_for() -> None:
+    ledger = Ledger()
+    ledger.down = 2
+    sent = envelope()
+    assert (await desk(Engine(), ledger).submit(sent)).job_id == sent.job_id
+    assert ledger.down == 0
+
+
+async def test_without_a_ledger_it_is_a_wrong_call() -> None:
+    engine = Engine()
+    with pytest.raises(InvalidOption, match="HOLDFAST_LEDGER"):
+        await desk(engine, None).submit(envelope())
+    with pytest.raises(InvalidOption):
+        await desk(engine, None).submit_many([envelope()])
+    assert engine.calls == 0
+
+
+# The gate ------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_without_a_memory_gets_its_keys_before_it_takes_jobs() -> None:
+    engine, ledger = Engine(read=False), Ledger()
+    ledger.known = [KnownKey("default", f"k{number}", f"j{number}", 10**15) for number in range(5)]
+    submitter = desk(engine, ledger)
+    await asyncio.gather(*(submitter.submit(envelope(durable=False)) for _ in range(10)))
+    assert engine.keys == ledger.known, "once for all callers"
+    assert engine.readers == {"default"}
+
+
+async def test_a_ledger_that_is_down_does_not_stop_intake(caplog: pytest.LogCaptureFixture) -> None:
+    engine, ledger = Engine(read=False), Ledger()
+    ledger.down = 10
+    await desk(engine, ledger).submit(envelope(durable=False))
+    assert engine.readers == {"default"}
+    assert "although the ledger cannot be asked" in caplog.text
+
+
+async def test_a_store_that_forgets_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(read=False)
+
+    async def forget(queue: str) -> None:
+        engine.readers.clear()
+
+    monkeypatch.setattr(engine, "register_reader", forget)
+    with pytest.raises(FeedUnread):
+        await desk(engine, Ledger()).submit(envelope(durable=False))
+
+
+# For real ------------------------------------------------------------------------------------------
+
+
+async def test_embedded_every_submission_is_durable(tmp_path: Path) -> None:
+    app = Holdfast(f"sqlite:///{tmp_path / 'holdfast.db'}")
+
+    @app.task
+    async def work(number: int) -> int:
+        return number
+
+    async with app:
+        job = await work.options(durable=True).submit(1)
+        many = await work.options(durable=True).submit_many([(2,), (3,)])
+        async with working(app):
+            assert [await each.result(timedelta(seconds=20)) for each in (job, *many)] == [1, 2, 3]
+
+
+@pytest.mark.redis
+async def test_a_durable_submission_is_in_the_ledger_when_it_returns(
+    redis_url: str, namespace: str, ledger_url: str
+) -> None:
+    app = Holdfast(redis_url, ledger=ledger_url, namespace=namespace, durable_timeout_s=20)
+
+    @app.task
+    async def work(number: int) -> int:
+        return number
+
+    async with app, working(app):
+        ledger = app.ledger_port
+        assert ledger is not None
+        assert ledger.projection is not None
+        jobs = [await work.options(durable=True, idempotency_key="k").submit(number) for number in range(2)]
+        assert [job.duplicate for job in jobs] == [False, True]
+        jobs += await work.options(durable=True).submit_many([(number,) for number in range(600)])
+        keys = {JobKey("default", job.queue, job.id) for job in jobs}
+        recorded = await ledger.recovery.stories(list(keys))
+        assert all(story for story in recorded.values())
+        assert len(recorded) == 601
+
+
+@pytest.mark.redis
+async def test_redis_without_a_ledger_refuses(redis_url: str, namespace: str) -> None:
+    app = Holdfast(redis_url, namespace=namespace)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app:
+        with pytest.raises(InvalidOption, match="HOLDFAST_LEDGER"):
+            await work.options(durable=True).submit()
+
+
+@pytest.mark.redis
+async def test_nobody_brings_it_to_the_ledger(redis_url: str, namespace: str, ledger_url: str) -> None:
+    """No worker, no upkeep: accepted, and the caller is told that it is not durable yet. Later it is."""
+    app = Holdfast(redis_url, ledger=ledger_url, namespace=namespace, durable_timeout_s=0.3)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app:
+        with pytest.raises(NotDurableYet) as caught:
+            await work.options(durable=True).submit()
+        key = JobKey("default", "default", caught.value.job_id)
+        ledger = app.ledger_port
+        assert ledger is not None
+        async with working(app):
+
+            async def there() -> Any:
+                return (await ledger.recovery.stories([key]))[key]
+
+            await eventually(there, "the job to reach the ledger")

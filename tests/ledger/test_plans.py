@@ -1,0 +1,222 @@
+"""Hot queries use an index on PostgreSQL: the plans of the very statements that the code runs, told by auto_explain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import asyncpg
+import pytest
+
+from holdfast.core.states import State
+from holdfast.engine.port import FeedEntry
+from holdfast.ledger.keys import JobKey
+from holdfast.ledger.ledgers import PostgresLedger
+from holdfast.ledger.listing import JobFilter
+from holdfast.ledger.port import DeadLetter, KeyState, Outcome, Reservation, Step
+from holdfast.ledger.postgres.store import Connection, PostgresStore
+from tests.ledger.projection_rig import Feed, Scribe
+from tests.servers import PostgresServer
+
+pytestmark = pytest.mark.postgres
+
+JOBS: Final = 40_000
+#: Small tables may be read whole; these are the ones that grow.
+GROWING: Final = ("jobs", "job_events", "dlq_items", "idempotency_keys", "job_steps", "feed_entries", "anomalies")
+
+_FILL: Final = f"""
+INSERT INTO jobs (tenant_id, job_id, queue, job_type, state, priority, last_seq, idempotency_key, trace_id, payload,
+                  last_error, dlq_id, created_at, updated_at, finished_at)
+SELECT CASE WHEN n % 50 = 0 THEN 'acme' ELSE 'default' END, 'job-' || n, 'default', 'type-' || n % 40,
+       CASE WHEN n % 500 = 0 THEN 'failed' WHEN n % 400 = 1 THEN 'queued' WHEN n % 400 = 2 THEN 'suspended'
+            ELSE 'succeeded' END,
+       1, 3, CASE WHEN n % 10 = 0 THEN 'key-' || n ELSE 'job-' || n END,
+       CASE WHEN n % 5 = 0 THEN 'trace-' || n / 10 ELSE '' END, '{{"a": 1}}',
+       CASE WHEN n % 500 = 0 THEN 'ValueError: broken' END, CASE WHEN n % 500 = 0 THEN 'dlq-' || n END,
+       now() - n * interval '2 minutes', now(),
+       CASE WHEN n % 400 NOT IN (1, 2) THEN now() - n * interval '2 minutes' END
+FROM generate_series(1, {JOBS}) n;
+INSERT INTO job_events (tenant_id, job_id, queue, seq, type, attempt, retry_count, at)
+SELECT tenant_id, job_id, queue, seq, 'task.created', 1, 0, created_at FROM jobs, generate_series(1, 3) seq;
+INSERT INTO dlq_items (tenant_id, dlq_id, job_id, queue, job_type, payload, error_code, error, retry_count, history,
+                       failed_at, acked_at)
+SELECT tenant_id, 'd-' || job_id, job_id, queue, job_type, payload, 'E', 'e', 0, '[]', created_at,
+       CASE WHEN job_id <> 'job-500' THEN now() END FROM jobs WHERE job_id LIKE '%0';
+INSERT INTO idempotency_keys (tenant_id, key, state, value, created_at, expires_at, function, fingerprint, token, queue,
+                              job_id, attempt, worker, updated_at)
+SELECT tenant_id, 'effect-' || job_id, 'done', '1', created_at, CASE WHEN job_id LIKE '%7' THEN created_at END,
+       'f', '', job_id, queue, job_id, 1, 'w', created_at FROM jobs;
+INSERT INTO job_steps (tenant_id, job_id, queue, position, name, result, attempt, at)
+SELECT tenant_id, job_id, queue, 1, 's', '1', 1, created_at FROM jobs;
+INSERT INTO anomalies (tenant_id, id, job_id, queue, reason, event, at)
+SELECT tenant_id, job_id, job_id, queue, 'odd', '{{}}', created_at FROM jobs WHERE job_id LIKE '%3';
+INSERT INTO feed_positions (feed, position, nonce, updated_at) VALUES ('default', '{JOBS:08d}-0', 'n', now());
+INSERT INTO feed_entries (feed, position, nonce, at)
+SELECT 'default', lpad(n::text, 8, '0') || '-0', 'n', now() - ({JOBS} - n) * interval '1 minute'
+FROM generate_series(1, {JOBS}) n;
+ANALYZE;
+"""
+_TELL: Final = """
+LOAD 'auto_explain';
+SET auto_explain.log_min_duration = 0;
+SET auto_explain.log_analyze = off;
+SET client_min_messages = log;
+"""
+
+
+class Plans(PostgresStore):
+    """A store whose connections tell the plan of everything that they run."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.told: list[str] = []
+
+    async def connect(self, *arguments: Any, **options: Any) -> asyncpg.Connection:
+        connection = await super().connect(*arguments, **options)
+        await connection.execute(_TELL)
+        return connection
+
+    async def _connect_reader(self) -> asyncpg.Connection:
+        connection = await super()._connect_reader()
+        connection.add_log_listener(self._hear)
+        return connection
+
+    async def _acquire(self) -> Connection:
+        connection = await super()._acquire()
+        connection.add_log_listener(self._hear)
+        return connection
+
+    async def _release(self, connection: Connection) -> None:
+        # The pool wants its connections back without listeners.
+        connection.remove_log_listener(self._hear)
+        await super()._release(connection)
+
+    def _hear(self, _: Any, message: Any) -> None:
+        self.told.append(message.message)
+
+    def whole(self) -> list[str]:
+        """Plans that read a growing table from end to end."""
+        scan = re.compile(rf"Seq Scan on ({'|'.join(GROWING)})\b")
+        return [plan for plan in self.told if scan.search(plan)]
+
+
+@pytest.fixture(scope="module")
+def filled(postgres_server: PostgresServer) -> Iterator[str]:
+    """One ledger for all plans: large enough that reading a table whole does not pay."""
+    postgres_server.execute("CREATE DATABASE plans TEMPLATE holdfast_template")
+    postgres_server.execute(_FILL, "plans")
+    yield postgres_server.url_of("plans")
+    postgres_server.execute("DROP DATABASE plans WITH (FORCE)")
+
+
+@pytest.fixture
+async def ledger(filled: str) -> AsyncIterator[PostgresLedger]:
+    ledger = PostgresLedger(Plans(filled))
+    await ledger.store.execute("SELECT 1")
+    yield ledger
+    await ledger.close()
+
+
+KEY: Final = JobKey("default", "default", "job-777")
+NOW: Final = datetime.now(UTC)
+
+READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
+    "the first page": lambda at: at.queries.jobs(JobFilter(), 50),
+    "the first page of a tenant": lambda at: at.queries.jobs(JobFilter(tenant_id="acme"), 50),
+    "by type": lambda at: at.queries.jobs(JobFilter(tenant_id="default", job_type="type-7"), 50),
+    "by state": lambda at: at.queries.jobs(
+        JobFilter(tenant_id="default", states=frozenset({State.SUSPENDED, State.FAILED})), 50
+    ),
+    "by trace": lambda at: at.queries.jobs(JobFilter(tenant_id="default", trace_id="trace-101"), 50),
+    "by key": lambda at: at.queries.jobs(JobFilter(tenant_id="default", idempotency_key="key-110"), 50),
+    "by time": lambda at: at.queries.jobs(
+        JobFilter(tenant_id="default", since=NOW - timedelta(days=9), until=NOW - timedelta(days=8)), 50
+    ),
+    "by error": lambda at: at.queries.jobs(JobFilter(tenant_id="default", error="broken"), 50),
+    "one job": lambda at: at.queries.job("job-777"),
+    "one job's story": lambda at: at.queries.story(KEY),
+    "one job's dead letter": lambda at: at.queries.dead_letter(KEY),
+    "one job's steps": lambda at: at.queries.steps(KEY),
+    "one job's effects": lambda at: at.queries.effects(KEY),
+    "open jobs": lambda at: _first(at.recovery.open_jobs("default", 100)),
+    "which are still open": lambda at: at.recovery.still_open([KEY, JobKey("acme", "default", "job-50")]),
+    "stories to restore": lambda at: at.recovery.stories([KEY]),
+    "submission keys": lambda at: _first(at.recovery.submission_keys("default", 3_600_000, 100)),
+    "dead letters to tell of": lambda at: at.projection.unacked("default", 100),
+    "dead letters that are told of": lambda at: at.projection.ack([DeadLetter(KEY, "d-job-777")]),
+    "the position": lambda at: at.projection.position("default"),
+    "taking a feed": lambda at: at.projection.take("default", "me", 1_000),
+    "releasing a feed": lambda at: at.projection.release("default", "me"),
+    "entries after a fork": lambda at: at.projection.written("default", [FeedEntry("00000007-0", "n", [])]),
+    "whether jobs are there": lambda at: at.projection.wait_present([KEY], 1_000),
+    "a key's row": lambda at: at.effects.look([("default", "effect-job-777")]),
+    "steps of a job": lambda at: at.effects.steps([KEY]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+async def test_looking_reads_no_table_whole(ledger: PostgresLedger, name: str) -> None:
+    await READS[name](ledger)
+    plans = ledger.store
+    assert isinstance(plans, Plans)
+    assert any("Scan" in plan or "Update on" in plan for plan in plans.told), plans.told
+    assert plans.whole() == [], "\n".join(plans.whole())
+
+
+async def test_projecting_reads_no_table_whole(ledger: PostgresLedger) -> None:
+    feed, scribe = Feed("p"), Scribe(ledger, "plans")
+    names = [f"new-{number}" for number in range(300)]
+    await scribe.write(*(feed.entry(feed.created(name)) for name in names))
+    await scribe.write(*(feed.entry(feed.claimed(name)) for name in names))
+    await scribe.write(*(feed.entry(feed.succeeded(name)) for name in names))
+    plans = ledger.store
+    assert isinstance(plans, Plans)
+    assert any("Update on jobs" in plan for plan in plans.told)
+    assert any("Update on feed_positions" in plan for plan in plans.told)
+    assert plans.whole() == [], "\n".join(plans.whole())
+
+
+async def test_effects_read_no_table_whole(ledger: PostgresLedger) -> None:
+    wish = Reservation(
+        tenant_id="default",
+        key="one more",
+        function="f",
+        fingerprint="",
+        token="t",
+        queue="default",
+        job_id="job-777",
+        attempt=1,
+        worker="w",
+    )
+    await ledger.effects.reserve([wish])
+    await ledger.effects.conclude(
+        [Outcome(tenant_id="default", key="one more", token="t", state=KeyState.DONE, value=b"1")]
+    )
+    await ledger.effects.record_steps([Step(key=KEY, position=2, name="s", result=b"1", attempt=1)])
+    plans = ledger.store
+    assert isinstance(plans, Plans)
+    assert any("idempotency_keys" in plan for plan in plans.told)
+    assert plans.whole() == [], "\n".join(plans.whole())
+
+
+async def test_pruning_reads_no_table_whole(ledger: PostgresLedger) -> None:
+    assert await ledger.prune(30 * 86_400_000, 1_000) > 500
+    plans = ledger.store
+    assert isinstance(plans, Plans)
+    assert any("Delete on job_events" in plan for plan in plans.told)
+    assert plans.whole() == [], "\n".join(plans.whole())
+
+
+async def test_a_table_that_is_read_whole_is_noticed(ledger: PostgresLedger) -> None:
+    await ledger.store.fetch("SELECT count(*) FROM jobs WHERE payload = 'x'")
+    plans = ledger.store
+    assert isinstance(plans, Plans)
+    assert plans.whole()
+
+
+async def _first(pages: AsyncIterator[list[Any]]) -> list[Any]:
+    async for page in pages:
+        return page
+    return []

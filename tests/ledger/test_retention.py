@@ -1,0 +1,194 @@
+"""Retention: what is over goes in small batches, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from holdfast.errors import LedgerUnavailable
+from holdfast.ledger.port import Ledger
+from holdfast.ledger.schema import (
+    anomalies,
+    approvals,
+    dlq_items,
+    feed_entries,
+    feed_positions,
+    idempotency_keys,
+    job_events,
+    job_steps,
+    jobs,
+)
+from holdfast.settings import Settings
+from holdfast.upkeep.archivist import BATCH, Archivist
+from tests.ledger.projection_rig import open_ledger
+from tests.ledger.stories import S, Told, opened, write
+
+NOW = datetime.now(UTC)
+OLD, RECENT = NOW - timedelta(days=40), NOW - timedelta(days=20)
+KEEP_MS = 30 * 86_400_000
+
+
+@pytest.fixture
+async def ledger(ledger_url: str) -> AsyncIterator[Ledger]:
+    ledger = open_ledger(ledger_url)
+    await ledger.open()
+    yield ledger
+    await ledger.close()
+
+
+@pytest.fixture
+async def tables(ledger: Ledger, ledger_url: str) -> AsyncIterator[AsyncEngine]:
+    async with opened(ledger_url) as engine:
+        yield engine
+
+
+async def test_finished_jobs_go_with_all_that_is_theirs(ledger: Ledger, tables: AsyncEngine) -> None:
+    await write(tables, done("old", OLD), done("recent", RECENT), done("theirs", OLD, tenant_id="acme"))
+    for job_id in ("old", "recent"):
+        await add(tables, job_steps, job_id=job_id, position=1, name="s", result="1", attempt=1, at=OLD)
+        await add(tables, anomalies, id=job_id, job_id=job_id, reason="odd", event="{}", at=OLD)
+        await add(
+            tables, approvals, approval_id=job_id, job_id=job_id, payload_hash="", requested_by="me", requested_at=OLD
+        )
+    assert await ledger.prune(KEEP_MS, 1_000) == 2 * 4 + 3
+    for table in (jobs, job_events, job_steps, anomalies, approvals):
+        assert await ids(tables, table) == {"recent"}, table.name
+    assert await ledger.prune(KEEP_MS, 1_000) == 0
+
+
+async def test_open_jobs_stay_for_ever(ledger: Ledger, tables: AsyncEngine) -> None:
+    await write(
+        tables,
+        Told(S.QUEUED, job_id="queued", at=OLD),
+        Told(S.QUEUED, S.RUNNING, S.SUSPENDED, job_id="suspended", at=OLD),
+        Told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, job_id="pending", at=OLD),
+    )
+    assert await ledger.prune(KEEP_MS, 1_000) == 0
+    assert await ids(tables, jobs) == {"queued", "suspended", "pending"}
+
+
+@pytest.mark.parametrize(
+    ("status", "stays"), [("open", True), ("discard_requested", True), ("discarded", False), ("replayed", False)]
+)
+async def test_open_dead_letters_stay_with_their_jobs(
+    ledger: Ledger, tables: AsyncEngine, status: str, stays: bool
+) -> None:
+    await write(tables, Told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED, job_id="dead", at=OLD))
+    async with tables.begin() as connection:
+        await connection.execute(dlq_items.update().values(status=status, acked_at=OLD))
+    await ledger.prune(KEEP_MS, 1_000)
+    for table in (jobs, job_events, dlq_items):
+        assert await ids(tables, table) == ({"dead"} if stays else set())
+
+
+async def test_keys_go_when_they_expire_and_doubt_keeps_its_job(ledger: Ledger, tables: AsyncEngine) -> None:
+    await write(tables, done("sure", OLD), done("doubtful", OLD), done("busy", OLD))
+    past, future = NOW - timedelta(hours=1), NOW + timedelta(hours=1)
+    await key(tables, "expired", "sure", "done", past)
+    await key(tables, "not yet", "sure", "done", future)
+    await key(tables, "never", "sure", "done", None)
+    await key(tables, "doubt", "doubtful", "in_doubt", past)
+    await key(tables, "reserved", "busy", "reserved", past)
+    await ledger.prune(KEEP_MS, 1_000)
+    async with tables.connect() as connection:
+        left = set((await connection.execute(select(idempotency_keys.c.key))).scalars())
+    assert left == {"not yet", "never", "doubt", "reserved"}
+    assert await ids(tables, jobs) == {"doubtful", "busy"}
+
+
+async def test_the_entry_at_the_position_stays(ledger: Ledger, tables: AsyncEngine) -> None:
+    async with tables.begin() as connection:
+        await connection.execute(
+            insert(feed_positions).values(feed="mail", position="2", nonce="n2", updated_at=OLD),
+        )
+        await connection.execute(
+            insert(feed_entries),
+            [
+                {"feed": "mail", "position": "1", "nonce": "n1", "at": OLD},
+                {"feed": "mail", "position": "2", "nonce": "n2", "at": OLD},
+                {"feed": "mail", "position": "3", "nonce": "n3", "at": NOW - timedelta(days=6)},
+            ],
+        )
+    # However short the retention: entries outlive any lag.
+    await ledger.prune(1, 1_000)
+    async with tables.connect() as connection:
+        left = set((await connection.execute(select(feed_entries.c.position))).scalars())
+    assert left == {"2", "3"}
+
+
+async def test_a_batch_is_bounded_by_rows(ledger: Ledger, tables: AsyncEngine) -> None:
+    await write(tables, *(done(f"j{number:03}", OLD + timedelta(seconds=number)) for number in range(50)))
+    rounds = []
+    while gone := await ledger.prune(KEEP_MS, 40):
+        rounds.append(gone)
+    # Four rows a job: the tenth batch's last job is taken whole.
+    assert sum(rounds) == 50 * 4
+    assert max(rounds) <= 40 + 16
+    assert len(rounds) >= 3
+
+
+async def test_several_at_once_share_the_work(ledger: Ledger, ledger_url: str, tables: AsyncEngine) -> None:
+    await write(tables, *(done(f"j{number:03}", OLD) for number in range(60)), done("recent", RECENT))
+    others = [ledger, ledger.sibling(), ledger.sibling()]
+    while sum(await asyncio.gather(*(other.prune(KEEP_MS, 20) for other in others))):
+        pass
+    assert await ids(tables, jobs) == await ids(tables, job_events) == {"recent"}
+    for other in others[1:]:
+        await other.close()
+
+
+async def test_the_archivist_hurries_while_there_is_more() -> None:
+    class Full:
+        left = 3
+
+        async def prune(self, keep_ms: int, limit: int) -> int:
+            assert (keep_ms, limit) == (7 * 86_400_000, BATCH)
+            if self.left == 0:
+                raise LedgerUnavailable("down")
+            self.left -= 1
+            return limit if self.left else 0
+
+    archivist = Archivist(Full(), Settings.load(retention_days=7))  # type: ignore[arg-type]
+    pauses = [await archivist.turn() for _ in range(4)]
+    assert max(pauses[:2]) < 1
+    assert min(pauses[2:]) > 60
+
+
+def done(job_id: str, at: datetime, **names: Any) -> Told:
+    return Told(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id=job_id, at=at, **names)
+
+
+async def add(tables: AsyncEngine, table: Any, **values: Any) -> None:
+    async with tables.begin() as connection:
+        await connection.execute(insert(table).values(queue="default", **values))
+
+
+async def key(tables: AsyncEngine, name: str, job_id: str, state: str, expires_at: datetime | None) -> None:
+    value = "1" if state == "done" else None
+    await add(
+        tables,
+        idempotency_keys,
+        key=name,
+        job_id=job_id,
+        state=state,
+        value=value,
+        created_at=OLD,
+        expires_at=expires_at,
+        function="f",
+        fingerprint="",
+        token=name,
+        attempt=1,
+        worker="w",
+        updated_at=OLD,
+    )
+
+
+async def ids(tables: AsyncEngine, table: Any) -> set[str]:
+    async with tables.connect() as connection:
+        return set((await connection.execute(select(table.c.job_id))).scalars())

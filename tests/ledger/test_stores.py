@@ -1,0 +1,383 @@
+"""The stores under the ledgers: connections, errors in our words, news, and who may use a ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import asyncpg
+import pytest
+from sqlalchemy import select, text
+
+from holdfast.clock import SystemClock
+from holdfast.engine.sqlite.store import Place
+from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
+from holdfast.ledger.postgres.guard import guard_for
+from holdfast.ledger.postgres.news import NOTIFY, payload
+from holdfast.ledger.postgres.store import Address, Connection, PostgresStore, StoreOptions
+from holdfast.ledger.schema import ledger_owner
+from holdfast.ledger.sqlite import guard as sqlite_guard
+from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.text import clean, decoded
+from tests.conftest import MakePostgres
+from tests.servers import free_port
+
+QUICK = StoreOptions(pool_size=2, connect_timeout_s=2, reply_timeout_s=1)
+
+pytestmark = pytest.mark.postgres
+
+
+# Addresses -----------------------------------------------------------------------------------------
+
+
+def test_an_address_is_shown_without_its_password() -> None:
+    address = Address.parse("postgres://holdfast:p%40ss:w%2Frd@db.example:5433/led%20ger?sslmode=require")
+    assert address.name == "postgresql://holdfast@db.example:5433/led ger"
+    assert "p%40ss" in address.dsn
+    assert "sslmode=require" in address.dsn
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://user:secret@host", "names no database"),
+        ("postgresql://user:secret@host/db?sslmood=require", "unknown option sslmood"),
+        ("postgresql://user:secret@host:port/db", "host or port cannot be read"),
+        ("postgresql://user:sec/ret@host:5432/db", "host or port cannot be read"),
+        ("mysql://user:secret@host/db", "must begin with postgresql"),
+    ],
+)
+def test_a_bad_address_is_refused_without_its_password(url: str, says: str) -> None:
+    with pytest.raises(InvalidOption, match=says) as refused:
+        PostgresStore(url)
+    assert "sec" not in str(refused.value)
+
+
+async def test_a_path_may_hold_anything(tmp_path: Path) -> None:
+    store = _file(tmp_path / "a #?% b.db")
+    await store.open()
+    async with store.readers.connect() as connection:
+        assert (await connection.execute(select(ledger_owner.c.namespace))).scalar_one() == "ours"
+    await store.close()
+
+
+# Text ----------------------------------------------------------------------------------------------
+
+
+async def test_cleaned_text_can_be_stored(postgres_url: str) -> None:
+    nasty = "a\0b\ud800c 😀 é"
+    store = PostgresStore(postgres_url)
+    ((stored,),) = await store.fetch("SELECT $1::text", clean(nasty))
+    assert stored == "a\ufffdb\ufffdc 😀 é"
+    ((stored,),) = await store.fetch("SELECT $1::text", decoded(b"\xff\0x"))
+    assert stored == "\ufffd\ufffdx"
+    await store.close()
+
+
+def test_clean_text_is_left_alone() -> None:
+    assert clean(None) is None
+    assert clean("plain") == "plain"
+    assert clean("😀 é") == "😀 é"
+
+
+# Errors --------------------------------------------------------------------------------------------
+
+
+async def test_nothing_listens() -> None:
+    store = PostgresStore(f"postgresql://u:secret@127.0.0.1:{free_port()}/db", QUICK)
+    for attempt in (store.execute("SELECT 1"), store.transact(_one), _read(store)):
+        with pytest.raises(LedgerUnavailable, match="nothing listens there") as refused:
+            await attempt
+        assert "secret" not in str(refused.value)
+    await store.close()
+
+
+async def test_wrong_database_and_wrong_user(postgres_url: str) -> None:
+    base = postgres_url.rpartition("/")[0]
+    store = PostgresStore(f"{base}/not_there", QUICK)
+    with pytest.raises(LedgerUnavailable, match="the database does not exist; create it"):
+        await store.execute("SELECT 1")
+    await store.close()
+    store = PostgresStore(postgres_url.replace("postgres@", "nobody:secret@"), QUICK)
+    with pytest.raises(LedgerUnavailable, match="does not let this user in") as refused:
+        await store.execute("SELECT 1")
+    assert "secret" not in str(refused.value)
+    await store.close()
+
+
+async def test_our_own_mistakes_are_not_outages(postgres_url: str) -> None:
+    store = PostgresStore(postgres_url, QUICK)
+    with pytest.raises(asyncpg.CheckViolationError):
+        await store.execute("INSERT INTO ledger_owner (id, namespace, since) VALUES (2, '', now())")
+    with pytest.raises(asyncpg.PostgresSyntaxError):
+        await store.transact(lambda connection: connection.execute("SELEKT"))
+    # The connection is fit for use, and nothing is left of the transaction.
+    assert await store.transact(_one) == 1
+    await store.close()
+
+
+async def test_a_read_only_ledger_says_so(postgres_url: str) -> None:
+    store = PostgresStore(f"{postgres_url}?options=-cdefault_transaction_read_only%3Don", QUICK)
+    with pytest.raises(LedgerUnavailable, match=r"read-only .* point HOLDFAST_LEDGER at the primary"):
+        await store.execute("INSERT INTO ledger_owner (id, namespace, since) VALUES (1, '', now())")
+    await store.close()
+
+
+@pytest.mark.faults
+async def test_out_of_connections(make_postgres: MakePostgres) -> None:
+    server = make_postgres(fsync=False, max_connections="4", superuser_reserved_connections="0", max_wal_senders="0")
+    taken = [await asyncpg.connect(server.url) for _ in range(4)]
+    store = PostgresStore(server.url, QUICK)
+    with pytest.raises(LedgerUnavailable, match="out of connections; raise its max_connections"):
+        await store.execute("SELECT 1")
+    with pytest.raises(LedgerUnavailable, match="out of connections"):
+        await _read(store)
+    for connection in taken:
+        await connection.close()
+    assert await store.transact(_one) == 1
+    await store.close()
+
+
+async def test_a_pool_that_is_busy_for_too_long_says_so(postgres_url: str) -> None:
+    store = PostgresStore(postgres_url, StoreOptions(pool_size=1, connect_timeout_s=0.2, reply_timeout_s=0.3))
+    hold = asyncio.Event()
+
+    async def sit(_: Connection) -> None:
+        await hold.wait()
+
+    sitting = asyncio.create_task(store.transact(sit))
+    await asyncio.sleep(0)
+    with pytest.raises(LedgerUnavailable, match="all 1 connections have been busy"):
+        await store.transact(_one)
+    hold.set()
+    await sitting
+    assert await store.transact(_one) == 1
+    await store.close()
+
+
+@pytest.mark.faults
+async def test_a_silent_server_is_down_and_comes_back(make_postgres: MakePostgres) -> None:
+    server = make_postgres(fsync=False)
+    store = PostgresStore(server.url, QUICK)
+    assert await store.transact(_one) == 1
+    await _read(store)
+    server.pause()
+    for attempt in (store.transact(_one), store.execute("SELECT 1"), _read(store)):
+        with pytest.raises(LedgerUnavailable, match="does not answer in time"):
+            async with asyncio.timeout(8):
+                await attempt
+    server.resume()
+    assert await store.transact(_one) == 1
+    await _read(store)
+    await store.close()
+
+
+@pytest.mark.faults
+async def test_after_a_restart_the_first_transaction_works(make_postgres: MakePostgres) -> None:
+    server = make_postgres(fsync=False)
+    store = PostgresStore(server.url, QUICK)
+    await asyncio.gather(*(store.transact(_slow) for _ in range(2)))
+    await _read(store)
+    for _ in range(3):
+        # In a thread that blocks this loop: the pool has no chance to see its connections close.
+        server.kill()
+        server.start()
+        assert await store.transact(_one) == 1
+        await _read(store)
+    await store.close()
+
+
+@pytest.mark.faults
+async def test_a_transaction_that_loses_its_server_is_not_repeated(make_postgres: MakePostgres) -> None:
+    server = make_postgres(fsync=False)
+    store = PostgresStore(server.url, QUICK)
+    runs = 0
+
+    async def work(connection: Connection) -> None:
+        nonlocal runs
+        runs += 1
+        await connection.execute("SELECT 1")
+        server.kill()
+        await connection.execute("SELECT 1")
+
+    with pytest.raises(LedgerUnavailable):
+        await store.transact(work)
+    assert runs == 1
+    server.start()
+    assert await store.transact(_one) == 1
+    await store.close()
+
+
+async def test_a_cancelled_transaction_leaves_nothing(postgres_url: str) -> None:
+    store = PostgresStore(postgres_url, StoreOptions(pool_size=1, connect_timeout_s=2, reply_timeout_s=2))
+    began = asyncio.Event()
+
+    async def work(connection: Connection) -> None:
+        await connection.execute("INSERT INTO ledger_owner (id, namespace, since) VALUES (1, 'x', now())")
+        began.set()
+        await connection.execute("SELECT pg_sleep(60)")
+
+    task = asyncio.create_task(store.transact(work))
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await store.fetch("SELECT * FROM ledger_owner") == []
+    await store.close()
+
+
+async def test_closing_twice_and_using_again(postgres_url: str) -> None:
+    store = PostgresStore(postgres_url, QUICK)
+    await store.close()
+    assert await store.transact(_one) == 1
+    await store.close()
+    await store.close()
+    await _read(store)
+    await store.close()
+
+
+# News ----------------------------------------------------------------------------------------------
+
+
+async def test_news_of_a_commit_on_postgres(postgres_url: str) -> None:
+    store, other = PostgresStore(postgres_url, QUICK), PostgresStore(postgres_url, QUICK)
+    with store.news.of("mail") as mail, store.news.of("images") as images:
+        # Woken once when it begins to listen.
+        assert await mail.wait(5)
+        assert await images.wait(5)
+        await other.fetch(NOTIFY, payload("mail", "1-0"))
+        assert await mail.wait(5)
+        assert not await images.wait(0.05)
+        await other.fetch(NOTIFY, payload("x" * 9_000, "1-0"))
+        assert await mail.wait(5)
+        assert await images.wait(5)
+    await store.close()
+    await other.close()
+
+
+@pytest.mark.faults
+async def test_news_come_back_after_a_restart(make_postgres: MakePostgres) -> None:
+    server = make_postgres(fsync=False)
+    store = PostgresStore(server.url, QUICK)
+    with store.news.of("mail") as mail:
+        assert await mail.wait(5)
+        await asyncio.to_thread(server.restart)
+        # Once because something may have been missed …
+        assert await mail.wait(10)
+        await store.fetch(NOTIFY, payload("mail", "2-0"))
+        # … and for real.
+        assert await mail.wait(5)
+    await store.close()
+
+
+async def test_news_of_a_commit_in_a_file(tmp_path: Path) -> None:
+    store = _file(tmp_path / "ledger.db")
+    other = store.sibling()
+    await store.open()
+    with store.news.of("mail") as mail, store.news.of("images") as images:
+        await other.write(lambda transaction: transaction.effects.recorded.add("mail"))
+        assert await mail.wait(5)
+        assert not await images.wait(0.05)
+    await store.close()
+    await other.close()
+
+
+async def test_who_waits_before_the_file_is_open_is_told(tmp_path: Path) -> None:
+    store = _file(tmp_path / "ledger.db")
+    with store.news.of("mail") as mail:
+        await store.write(lambda transaction: transaction.effects.recorded.add("mail"))
+        assert await mail.wait(5)
+    await store.close()
+
+
+# Whose ledger it is --------------------------------------------------------------------------------
+
+
+async def test_a_database_belongs_to_one_namespace(postgres_url: str) -> None:
+    ours = PostgresStore(postgres_url, QUICK, guard_for("ours"))
+    assert await ours.transact(_one) == 1
+    theirs = PostgresStore(postgres_url, QUICK, guard_for(""))
+    for attempt in (theirs.transact(_one), _read(theirs)):
+        with pytest.raises(InvalidOption, match=r"belongs to namespace ours, this is .the default one."):
+            await attempt
+    again = ours.sibling()
+    assert await again.transact(_one) == 1
+    for store in (ours, theirs, again):
+        await store.close()
+
+
+async def test_a_file_belongs_to_one_namespace(tmp_path: Path) -> None:
+    ours = _file(tmp_path / "ledger.db")
+    await ours.open()
+    theirs = _file(tmp_path / "ledger.db", "theirs")
+    with pytest.raises(InvalidOption, match="belongs to namespace ours, this is theirs"):
+        await theirs.open()
+    await ours.close()
+    await theirs.close()
+
+
+async def test_a_database_without_tables_is_a_schema_mismatch(empty_postgres_url: str) -> None:
+    store = PostgresStore(empty_postgres_url, QUICK, guard_for(""))
+    for attempt in (store.transact(_one), store.execute("SELECT 1"), _read(store)):
+        with pytest.raises(SchemaMismatch, match=r"has no tables of holdfast yet.*run `holdfast migrate up`"):
+            await attempt
+    await store.close()
+
+
+async def test_a_newer_database_is_a_schema_mismatch(postgres_url: str) -> None:
+    store = PostgresStore(postgres_url, QUICK)
+    await store.execute("UPDATE holdfast_version SET version_num = '0999'")
+    await store.close()
+    store = PostgresStore(postgres_url, QUICK, guard_for(""))
+    with pytest.raises(SchemaMismatch, match=r"is at version 0999.*upgrade holdfast here"):
+        await store.execute("SELECT 1")
+    await store.close()
+
+
+async def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("this is no database, it is only text " * 100)
+    with pytest.raises(LedgerUnavailable, match=r"no database|not a database|damaged"):
+        await _file(path).open()
+
+
+async def test_a_query_does_not_make_a_file(tmp_path: Path) -> None:
+    store = _file(tmp_path / "ledger.db")
+    with pytest.raises(LedgerUnavailable):
+        async with store.readers.connect() as connection:
+            await connection.execute(text("SELECT 1 FROM jobs"))
+    assert not store.path.exists()
+    await store.close()
+
+
+async def test_a_query_cannot_write(tmp_path: Path) -> None:
+    store = _file(tmp_path / "ledger.db")
+    await store.open()
+    with pytest.raises(LedgerUnavailable, match="readonly"):
+        async with store.readers.begin() as connection:
+            await connection.execute(text("DELETE FROM jobs"))
+    await store.close()
+
+
+def test_payloads_are_json() -> None:
+    assert json.loads(payload('q"', "1-0")) == ['q"', "1-0"]
+
+
+async def _one(connection: Connection) -> int:
+    value: int = await connection.fetchval("SELECT 1")
+    return value
+
+
+async def _slow(connection: Connection) -> None:
+    await connection.execute("SELECT pg_sleep(0.1)")
+
+
+async def _read(store: PostgresStore) -> None:
+    async with store.readers.connect() as connection:
+        await connection.execute(text("SELECT 1"))
+
+
+def _file(path: Path, namespace: str = "ours") -> SqliteStore:
+    return SqliteStore(Place(str(path)), prepare_ledger, sqlite_guard.guard_for(namespace, SystemClock()))

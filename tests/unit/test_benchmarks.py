@@ -1,0 +1,72 @@
+"""The parts of the benchmarks that decide what is measured and what is said about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.model import OURS_LEDGER, PGQUEUER, Results
+from benchmarks.options import CORE, LEDGER, parse
+from benchmarks.page import page
+from benchmarks.peers.field import FIELD
+from benchmarks.peers.venv import PEERS
+from benchmarks.run import STAGES as RUN_STAGES
+from benchmarks.stages.audited import Audited
+from benchmarks.usage import tree_cpu_s
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stages"),
+    [
+        ([], (*CORE, *LEDGER[:-1])),
+        (["--full"], (*CORE, *LEDGER)),
+        (["--only", "core"], CORE),
+        (["--only", "ledger"], LEDGER[:-1]),
+        (["--only", "ledger", "--full"], LEDGER),
+        (["--only", "history"], ("history",)),
+        (["--only", "durable,drain"], ("drain", "durable")),
+    ],
+)
+def test_the_long_stage_runs_when_it_is_asked_for(arguments: list[str], stages: tuple[str, ...]) -> None:
+    assert parse(arguments).stages == stages
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--only", "nothing"], ["--peers", "celery"], ["--ledger-sketch", "/no/such/file"]]
+)
+def test_a_mistake_ends_the_program(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+
+
+def test_peers_can_be_chosen() -> None:
+    assert parse([]).peers == tuple(PEERS) == tuple(peer.name for peer in FIELD)
+    assert parse(["--peers", "none"]).peers == ()
+    assert parse(["--peers", "pgqueuer"]).peers == ("pgqueuer",)
+
+
+def test_every_stage_can_be_run() -> None:
+    assert set(RUN_STAGES) == {*CORE, *LEDGER}
+
+
+def test_the_page_has_medians_and_ratios() -> None:
+    results = Results("2026-11-15T12:00:00+00:00", {"cores": "2"}, {"rounds": 3})
+    for round_number, (ours, theirs) in enumerate([(9_000, 10_000), (12_000, 10_000), (12_000, 10_000)], 1):
+        results.add("audited", OURS_LEDGER, round_number, ours)
+        results.add("audited", PGQUEUER, round_number, theirs)
+    results.summarise(Audited.measures)
+    text = page([results])
+    assert "| until all is recorded, jobs/s | 12,000 | 10,000 |" in text
+    assert "| until all is recorded, × pgqueuer | 1.20 | 1.00 |" in text
+
+
+def test_cpu_of_ended_children_is_counted() -> None:
+    burn = "sum(range(10_000_000))"
+    before = tree_cpu_s(os.getpid())
+    subprocess.run([sys.executable, "-c", burn], check=True, cwd=Path(__file__).parent)
+    assert tree_cpu_s(os.getpid()) - before > 0.05

@@ -1,0 +1,349 @@
+"""Every state and every event has its plain sentence; what stands here is what a person reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.core.job import EMPTY_META, Event, JobView
+from holdfast.core.states import (
+    DUPLICATE_EVENT,
+    EVENTS,
+    EVENTS_BY_MOVE,
+    FORKED_EVENT,
+    HEARTBEAT_EVENT,
+    RESTORED_EVENT,
+    State,
+    event_for,
+)
+from holdfast.ledger.explain import KNOWN_EVENTS, Explanation, Scene, explain
+
+S = State
+#: 2026-11-15 14:00:00 UTC.
+START_MS = 1_794_751_200_000
+Step = State | tuple[State, dict[str, Any]] | Event
+
+
+def story(*steps: Step) -> list[Event]:
+    """One event every two seconds."""
+    events: list[Event] = []
+    state: State | None = None
+    attempt = retries = 0
+    for number, step in enumerate(steps):
+        at_ms = START_MS + 2_000 * number
+        if isinstance(step, Event):
+            events.append(Event(type=step.type, job_id="j", at_ms=at_ms, message=step.message))
+            continue
+        to, special = step if isinstance(step, tuple) else (step, {})
+        attempt += to is S.RUNNING
+        retries += to is S.RETRYING
+        fields = {"type": event_for(state, to), "attempt": attempt, "retry_count": retries, **special}
+        worker = "host-1" if to is S.RUNNING else ""
+        events.append(
+            Event(**{"job_id": "j", "at_ms": at_ms, "from_state": state, "to_state": to, "worker": worker, **fields})
+        )
+        state = to
+    return events
+
+
+def beside(name: str, message: str = "") -> Event:
+    return Event(type=name, job_id="j", at_ms=0, message=message)
+
+
+def told(events: list[Event], after_s: float = 60, **scene: Any) -> Explanation:
+    return explain(events, Scene(job_id="j", now_ms=START_MS + round(after_s * 1000), **scene))
+
+
+def view(state: State, **fields: Any) -> JobView:
+    return JobView(
+        **{
+            "job_id": "j",
+            "task": "t",
+            "queue": "default",
+            "tenant_id": "default",
+            "state": state,
+            "attempt": 1,
+            "payload": b"{}",
+            "idempotency_key": "j",
+            "trace_id": "",
+            "meta": EMPTY_META,
+            "created_at_ms": START_MS,
+            **fields,
+        }
+    )
+
+
+FAILURE = {"code": "TASK_ERROR", "type": "ValueError", "message": "boom"}
+RETRY = (S.RETRYING, {"data": {**FAILURE, "next_attempt_at_ms": START_MS + 72_000}})
+BY_ANN = {"data": {"actor": "ann", "reason": "customer withdrew"}}
+
+FORGOTTEN = (
+    "At 2026-11-15 14:00:04 UTC the engine turned out to have forgotten its latest steps (a wipe, or an older copy): "
+    "it went on from queued, where the ledger had it running."
+)
+
+HAPPENED: dict[str, tuple[list[Event], str]] = {
+    "created": (
+        story((S.QUEUED, {"data": {"task": "shop.charge"}})),
+        "It was submitted at 2026-11-15 14:00:00 UTC to run shop.charge.",
+    ),
+    "created for later": (
+        story((S.QUEUED, {"data": {"run_at_ms": START_MS + 60_000}})),
+        "It was submitted at 2026-11-15 14:00:00 UTC, no earlier than 2026-11-15 14:01:00 UTC.",
+    ),
+    "held": (
+        story(S.WAITING_APPROVAL),
+        "It was submitted at 2026-11-15 14:00:00 UTC, and a person has to approve it before it may run.",
+    ),
+    "asked": (
+        story(S.QUEUED, S.RUNNING, S.WAITING_APPROVAL),
+        "After 2 s attempt 1 asked for a person's approval and gave its worker back.",
+    ),
+    "held in line": (
+        story(S.QUEUED, (S.WAITING_APPROVAL, {"message": "policy 4"})),
+        "It was held at 2026-11-15 14:00:02 UTC: a person has to approve it first (policy 4).",
+    ),
+    "approved": (
+        story(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"actor": "bob"}})),
+        "It was approved at 2026-11-15 14:00:02 UTC by bob.",
+    ),
+    "claimed": (story(S.QUEUED, S.RUNNING), "Attempt 1 began at 2026-11-15 14:00:02 UTC on host-1."),
+    "reclaimed": (
+        story(S.QUEUED, S.RUNNING, (S.RUNNING, {"worker": "host-2", "data": {"old_worker": "host-1"}})),
+        "2 s later host-1 had lost its lease (it died, or was cut off): host-2 took over with attempt 2.",
+    ),
+    "released": (
+        story(S.QUEUED, S.RUNNING, S.QUEUED),
+        "Its worker gave it back unfinished after 2 s; it went back in line.",
+    ),
+    "asleep": (
+        story(S.QUEUED, S.RUNNING, (S.QUEUED, {"data": {"next_attempt_at_ms": START_MS + 3_600_000}})),
+        "After 2 s it went to sleep until 2026-11-15 15:00:00 UTC and gave its worker back.",
+    ),
+    "succeeded": (story(S.QUEUED, S.RUNNING, S.SUCCEEDED), "Attempt 1 succeeded after 2 s."),
+    "retrying": (
+        story(S.QUEUED, S.RUNNING, RETRY),
+        "Attempt 1 failed after 2 s: ValueError: boom; it was to run again at 2026-11-15 14:01:12 UTC.",
+    ),
+    "an outage": (
+        story(S.QUEUED, S.RUNNING, (S.RETRYING, {"data": {"code": "UNAVAILABLE", "counted": False}})),
+        "Attempt 1 found a dependency down after 2 s: UNAVAILABLE. That uses up no retry.",
+    ),
+    "suspended after a failure": (
+        story(S.QUEUED, S.RUNNING, (S.SUSPENDED, {"data": FAILURE})),
+        "Attempt 1 failed after 2 s: ValueError: boom, and the job was suspended.",
+    ),
+    "suspended by a person": (
+        story(S.QUEUED, (S.SUSPENDED, BY_ANN)),
+        "It was suspended at 2026-11-15 14:00:02 UTC by ann (customer withdrew).",
+    ),
+    "resumed": (
+        story(S.QUEUED, S.SUSPENDED, (S.QUEUED, {"data": {"actor": "ann"}})),
+        "It was resumed at 2026-11-15 14:00:04 UTC by ann; its retries start again.",
+    ),
+    "given up": (
+        story(S.QUEUED, S.RUNNING, (S.DLQ_PENDING, {"data": FAILURE})),
+        "Attempt 1 failed for good after 2 s: ValueError: boom.",
+    ),
+    "given up unstarted": (
+        story(S.QUEUED, (S.DLQ_PENDING, {"data": {"code": "INVALID_PAYLOAD", "message": "no JSON"}})),
+        "It was given up at 2026-11-15 14:00:02 UTC: INVALID_PAYLOAD: no JSON.",
+    ),
+    "dead letter": (
+        story(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED),
+        "Its dead letter was written at 2026-11-15 14:00:06 UTC.",
+    ),
+    "failed": (
+        story(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED),
+        "It ended as failed at 2026-11-15 14:00:08 UTC.",
+    ),
+    "cancelled": (
+        story(S.QUEUED, (S.CANCELLED, BY_ANN)),
+        "It was cancelled at 2026-11-15 14:00:02 UTC by ann (customer withdrew).",
+    ),
+    "restored": (
+        story(S.QUEUED, S.RUNNING, (S.QUEUED, {"type": RESTORED_EVENT})),
+        "The engine had lost it; at 2026-11-15 14:00:04 UTC it was put back in line, as the ledger knew it.",
+    ),
+    "restored in its state": (
+        story(S.QUEUED, (S.QUEUED, {"type": RESTORED_EVENT})),
+        "The engine had lost it; at 2026-11-15 14:00:02 UTC it was put back as queued, as the ledger knew it.",
+    ),
+    "forked": (
+        story(S.QUEUED, S.RUNNING, (S.QUEUED, {"type": FORKED_EVENT})),
+        FORGOTTEN,
+    ),
+    "duplicate": (
+        story(S.QUEUED, beside(DUPLICATE_EVENT)),
+        "A second copy of it came in at 2026-11-15 14:00:02 UTC and was dropped.",
+    ),
+    "one heartbeat": (
+        story(S.QUEUED, S.RUNNING, beside(HEARTBEAT_EVENT)),
+        "Its worker said 1 time that it was alive.",
+    ),
+    "heartbeats": (
+        story(S.QUEUED, S.RUNNING, beside(HEARTBEAT_EVENT), beside(HEARTBEAT_EVENT), beside(HEARTBEAT_EVENT)),
+        "Its worker said 3 times that it was alive.",
+    ),
+    "something new": (
+        story(S.QUEUED, beside("operator.noted", "look here")),
+        "operator.noted at 2026-11-15 14:00:02 UTC (look here).",
+    ),
+}
+
+
+@pytest.mark.parametrize(("events", "sentence"), HAPPENED.values(), ids=HAPPENED.keys())
+def test_what_happened(events: list[Event], sentence: str) -> None:
+    assert told(events).happened[-1] == sentence
+
+
+def test_every_event_has_a_sentence_and_a_test() -> None:
+    every = {*EVENTS.values(), *EVENTS_BY_MOVE.values(), HEARTBEAT_EVENT, RESTORED_EVENT, FORKED_EVENT, DUPLICATE_EVENT}
+    assert every <= KNOWN_EVENTS
+    assert every <= {event.type for events, _ in HAPPENED.values() for event in events}
+
+
+DEAD = (S.QUEUED, S.RUNNING, (S.DLQ_PENDING, {"data": FAILURE}), S.DLQ_RECORDED, S.FAILED)
+
+PRESENT: dict[str, tuple[Explanation, list[str]]] = {
+    "queued": (
+        told(story(S.QUEUED)),
+        [
+            "It has waited in line for 1 min.",
+            "The next free worker of its queue takes it. If none does: is one running, or the queue paused?",
+        ],
+    ),
+    "queued for later": (
+        told(story((S.QUEUED, {"data": {"run_at_ms": START_MS + 90_000}}))),
+        [
+            "It waits for its time: it is due in 30 s (2026-11-15 14:01:30 UTC).",
+            "Then the next free worker takes it.",
+        ],
+    ),
+    "waiting_approval": (
+        told(story(S.WAITING_APPROVAL)),
+        [
+            "A person has to decide: it has waited for approval since 2026-11-15 14:00:00 UTC.",
+            "Nothing happens by itself. Approved, it goes in line; rejected, it is cancelled.",
+        ],
+    ),
+    "running": (
+        told(story(S.QUEUED, S.RUNNING), 42),
+        [
+            "Its worker host-1 has held it for 40 s.",
+            "If the worker dies, another takes over within 30 s, as attempt 2.",
+        ],
+    ),
+    "running with heartbeats": (
+        told(story(S.QUEUED, S.RUNNING, beside(HEARTBEAT_EVENT)), 42, lease_ms=600_000),
+        [
+            "Its worker host-1 has held it for 40 s, last heard of 38 s ago.",
+            "If the worker dies, another takes over within 10 min, as attempt 2.",
+        ],
+    ),
+    "retrying": (
+        told(story(S.QUEUED, S.RUNNING, S.RETRYING, S.RUNNING, S.RETRYING, S.RUNNING, RETRY)),
+        [
+            "It waits for its third retry, due in 12 s (2026-11-15 14:01:12 UTC).",
+            "Then it runs again, as attempt 4.",
+        ],
+    ),
+    "retrying and due": (
+        told(story(S.QUEUED, S.RUNNING, RETRY), 80),
+        [
+            "It waits for its first retry, due since 2026-11-15 14:01:12 UTC.",
+            "Then it runs again, as attempt 2.",
+        ],
+    ),
+    "retrying, the engine knows better": (
+        told(story(S.QUEUED, S.RUNNING, RETRY), live=view(S.RETRYING, next_attempt_at_ms=START_MS + 66_000)),
+        [
+            "It waits for its first retry, due in 6 s (2026-11-15 14:01:06 UTC).",
+            "Then it runs again, as attempt 2.",
+        ],
+    ),
+    "waiting out an outage": (
+        told(story(S.QUEUED, S.RUNNING, (S.RETRYING, {"retry_count": 0, "data": {"counted": False}}))),
+        ["It waits for the outage to end.", "Then it runs again, as attempt 2."],
+    ),
+    "suspended": (
+        told(story(S.QUEUED, (S.SUSPENDED, BY_ANN))),
+        [
+            "A person has to decide: it is suspended since 2026-11-15 14:00:02 UTC (customer withdrew).",
+            "Nothing happens by itself. Resumed, the same job goes on with fresh retries; else cancel it.",
+        ],
+    ),
+    "suspended in doubt": (
+        told(story(S.QUEUED, S.RUNNING, S.SUSPENDED), in_doubt=("pay:17",)),
+        [
+            "A person has to decide: nobody knows whether this effect happened: pay:17.",
+            "Look, then `holdfast effects resolve pay:17` with --done or --not-done, and resume it.",
+        ],
+    ),
+    "succeeded": (
+        told(story(S.QUEUED, S.RUNNING, S.SUCCEEDED)),
+        ["It is done.", "Nothing more will happen to it."],
+    ),
+    "dlq_pending": (
+        told(story(*DEAD[:3])),
+        [
+            "It was given up, and its dead letter is not written yet.",
+            "A worker's upkeep writes it as soon as the ledger answers; then the job ends as failed.",
+            "If this lasts: does a worker or `holdfast upkeep` run, and is the ledger up?",
+        ],
+    ),
+    "dlq_recorded": (
+        told(story(*DEAD[:4]), dlq_id="d-1"),
+        ["Its dead letter d-1 is written.", "It ends as failed in a moment."],
+    ),
+    "failed": (
+        told(story(*DEAD), dlq_id="d-1", letter_status="open"),
+        [
+            "It failed: ValueError: boom. Its dead letter d-1 is written.",
+            "This job will not run again. A person can look at the dead letter and submit the work anew.",
+        ],
+    ),
+    "failed and decided": (
+        told(story(*DEAD), dlq_id="d-1", letter_status="replayed"),
+        [
+            "It failed: ValueError: boom. Its dead letter d-1 is written and is replayed.",
+            "This job will not run again.",
+        ],
+    ),
+    "cancelled": (
+        told(story(S.QUEUED, (S.CANCELLED, BY_ANN))),
+        ["It was cancelled by ann (customer withdrew).", "It will not run again."],
+    ),
+    "the engine is ahead": (
+        told(story(S.QUEUED), live=view(S.RUNNING)),
+        [
+            "It has waited in line for 1 min.",
+            "The next free worker of its queue takes it. If none does: is one running, or the queue paused?",
+            "The engine is further on already: there it is running. The ledger follows in a moment.",
+        ],
+    ),
+    "the engine forgot the end": (
+        told(story(S.QUEUED, S.RUNNING, S.SUCCEEDED), live=view(S.QUEUED)),
+        [
+            "It is done.",
+            "Nothing more will happen to it.",
+            "The engine still has it as queued: it forgot the end. A second end is not recorded.",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("explanation", "sentences"), PRESENT.values(), ids=PRESENT.keys())
+def test_where_it_is_and_what_comes_next(explanation: Explanation, sentences: list[str]) -> None:
+    assert explanation.why + explanation.then == sentences
+    assert explanation.sentences[-len(sentences) :] == sentences
+
+
+def test_every_state_is_explained() -> None:
+    assert {state.value for state in State} <= PRESENT.keys()
+
+
+def test_a_story_without_a_move() -> None:
+    assert told([]).sentences == ["Its beginning is not in the ledger."]
+    assert told(story(beside(HEARTBEAT_EVENT))).happened == ["Its worker said 1 time that it was alive."]

@@ -1,0 +1,236 @@
+"""Folding a batch of events: with and without a look at the ledger, and what becomes of what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.job import Event
+from holdfast.core.states import FINAL, FORKED_EVENT, HEARTBEAT_EVENT, MOVES, RESTORED_EVENT, State
+from holdfast.ledger.folding import (
+    AFTER_THE_END,
+    CREATED_AGAIN,
+    FORKED,
+    NEVER_HEARD,
+    Draft,
+    Folded,
+    Known,
+    Misfit,
+    assume,
+    attempts_of,
+    cleaned,
+    data_of,
+    envelope_of,
+    fold,
+    halves,
+)
+from holdfast.ledger.rows import event_rows, job_row
+from tests.ledger.projection_rig import Feed, decode
+
+_S = State
+
+
+@pytest.fixture
+def feed() -> Feed:
+    return Feed()
+
+
+def _only(folded: Folded) -> Draft:
+    (draft,) = folded.drafts
+    return draft
+
+
+# Without a look-up ---------------------------------------------------------------------------------
+
+
+def test_a_life_in_one_batch_is_one_new_job_in_its_last_state(feed: Feed) -> None:
+    draft = _only(assume(feed.life("j1")))
+    assert draft.new
+    assert (draft.state, draft.attempt, draft.result, draft.worker) == (_S.SUCCEEDED, 1, "3", None)
+    assert [event.type for event in draft.events] == ["task.created", "task.claimed", "task.succeeded"]
+
+
+def test_a_job_from_before_is_expected_where_its_first_move_begins(feed: Feed) -> None:
+    draft = _only(assume([feed.claimed("j1", 2, 1, was=_S.RETRYING), feed.succeeded("j1", 2, 1)]))
+    assert not draft.new
+    assert (draft.came_from, draft.state, len(draft.events)) == (_S.RETRYING, _S.SUCCEEDED, 2)
+
+
+def test_notes_before_the_first_move_do_not_say_where_a_job_was(feed: Feed) -> None:
+    beat = feed.event("j1", None, None, 1, type=HEARTBEAT_EVENT)
+    draft = _only(assume([beat]))
+    assert (draft.came_from, draft.state) == (None, None)
+    draft = _only(assume([beat, feed.succeeded("j1"), beat]))
+    assert (draft.came_from, draft.state, len(draft.events)) == (_S.RUNNING, _S.SUCCEEDED, 3)
+
+
+def test_events_that_contradict_one_another_need_a_look(feed: Feed) -> None:
+    with pytest.raises(Misfit):
+        assume([feed.created("j1"), feed.succeeded("j1")])
+    with pytest.raises(Misfit):
+        assume([feed.created("j1"), feed.created("j1")])
+    with pytest.raises(Misfit):
+        assume([*feed.life("j1"), feed.claimed("j1", 2)])
+    with pytest.raises(Misfit):
+        assume([*feed.life("j1"), feed.event("j1", _S.SUCCEEDED, _S.QUEUED, 1)])
+    with pytest.raises(Misfit):
+        assume([feed.event("j1", _S.FAILED, _S.QUEUED, 1)])
+
+
+def test_tenants_are_apart(feed: Feed) -> None:
+    folded = assume([feed.created("j1", tenant_id="a"), feed.created("j1", tenant_id="b")])
+    assert [(draft.tenant_id, draft.job_id) for draft in folded.drafts] == [("a", "j1"), ("b", "j1")]
+
+
+# With what the ledger knows ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", sorted(State))
+@pytest.mark.parametrize("was", sorted(State))
+def test_an_event_is_written_forked_or_kept_aside(feed: Feed, state: State, was: State) -> None:
+    """Every pair of where the ledger has a job and where an event comes from."""
+    for to in [_S.RUNNING, *MOVES[was]]:
+        event = feed.event("j1", was, to, 1, 0, type="x")
+        folded = fold([event], {("default", "j1"): Known(state, 7)})
+        if state in FINAL or was in FINAL:
+            assert folded.drafts == []
+            assert [anomaly.reason for anomaly in folded.anomalies] == [AFTER_THE_END]
+        elif state is was:
+            draft = _only(folded)
+            assert (draft.came_from, draft.state, draft.seq) == (state, to, 7)
+            assert (draft.events, folded.anomalies) == ([event], [])
+        else:
+            draft = _only(folded)
+            first, second = draft.events
+            assert (first.type, first.from_state, first.to_state) == (FORKED_EVENT, state, was)
+            assert (second, draft.state) == (event, to)
+            assert [anomaly.reason for anomaly in folded.anomalies] == [FORKED]
+
+
+@pytest.mark.parametrize("state", sorted(State))
+def test_a_creation_of_a_known_job_changes_nothing(feed: Feed, state: State) -> None:
+    folded = fold([feed.created("j1")], {("default", "j1"): Known(state, 1)})
+    assert folded.drafts == []
+    assert [anomaly.reason for anomaly in folded.anomalies] == [CREATED_AGAIN]
+
+
+def test_notes_are_written_on_any_job_that_is_known(feed: Feed) -> None:
+    note = feed.event("j1", None, None, type="task.duplicate")
+    draft = _only(fold([note], {("default", "j1"): Known(_S.SUCCEEDED, 3)}))
+    assert (draft.state, draft.came_from, draft.events) == (None, _S.SUCCEEDED, [note])
+    folded = fold([note], {})
+    assert (folded.drafts, [anomaly.reason for anomaly in folded.anomalies]) == ([], [NEVER_HEARD])
+
+
+def test_a_job_nobody_told_of_gets_a_beginning(feed: Feed) -> None:
+    folded = fold([feed.succeeded("j1", 3, 1)], {})
+    draft = _only(folded)
+    assert draft.new
+    assert [event.type for event in draft.events] == ["task.created", FORKED_EVENT, "task.succeeded"]
+    assert envelope_of(draft)[0] == "unknown"
+    assert [anomaly.reason for anomaly in folded.anomalies] == [NEVER_HEARD]
+
+
+def test_a_restored_job_keeps_its_errors(feed: Feed) -> None:
+    back = feed.event("j1", _S.SUSPENDED, _S.SUSPENDED, 1, 1, type=RESTORED_EVENT)
+    draft = _only(fold([back], {("default", "j1"): Known(_S.SUSPENDED, 3)}))
+    assert draft.keeps_errors
+    draft = _only(assume([back]))
+    assert (draft.came_from, draft.state) == (_S.SUSPENDED, _S.SUSPENDED)
+
+
+def test_both_ways_agree_on_what_fits(feed: Feed) -> None:
+    events = [*feed.life("j1"), feed.claimed("j2"), feed.failed("j2", _S.RETRYING), feed.succeeded("j3")]
+    known = {("default", "j2"): Known(_S.QUEUED, 1), ("default", "j3"): Known(_S.RUNNING, 2)}
+    fast, slow = assume(events), fold(events, known)
+    assert slow.anomalies == []
+    for one, other in zip(fast.drafts, slow.drafts, strict=True):
+        fields = [name for name in Draft.__slots__ if name != "seq"]
+        assert [getattr(one, name) for name in fields] == [getattr(other, name) for name in fields]
+
+
+# Columns -------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_that_never_started_is_numbered_again(feed: Feed) -> None:
+    given_back = feed.event("j1", _S.RUNNING, _S.QUEUED, 3, 1, data={"message": "busy", "started": False})
+    assert _only(assume([given_back])).attempt == 2
+
+
+def test_a_cancelled_job_says_who_and_why(feed: Feed) -> None:
+    event = feed.event("j1", _S.QUEUED, _S.CANCELLED, data={"actor": "ann", "reason": "typo"})
+    draft = _only(assume([event]))
+    assert (draft.error_code, draft.last_error, draft.ended) == ("CANCELLED", "typo (by ann)", True)
+
+
+def test_a_dead_letter_without_an_id_gets_the_same_one_each_time(feed: Feed) -> None:
+    dies = feed.failed("j1", _S.DLQ_PENDING)
+    first, second = _only(assume([dies])), _only(assume([dies]))
+    assert first.dlq_id
+    assert first.dlq_id == second.dlq_id
+    assert first.letter is dies
+
+
+def test_what_the_jobs_row_says_is_not_said_again(feed: Feed) -> None:
+    created, _, succeeded = feed.life("j1")
+    assert data_of(created) is None
+    assert data_of(succeeded) is None
+    dies = feed.failed("j1", _S.DLQ_PENDING, dlq_id="d", history=[1, 2])
+    assert decode(data_of(dies) or "") == {
+        "code": "TASK_ERROR",
+        "message": "boom 1",
+        "type": "ValueError",
+        "stack": "at x",
+        "dlq_id": "d",
+    }
+
+
+def test_rows_have_the_order_of_their_columns(feed: Feed) -> None:
+    draft = _only(assume(feed.life("j1")))
+    row = job_row(draft, "q", lambda ms: ms or None)
+    assert row[:7] == ("default", "j1", "q", "succeeded", 1, 0, 3)
+    assert row[18:] == ("add", 1, "j1", "t-1", '{"a": 1, "b":2.0}', None, None)
+    draft.seq = 4
+    assert [row[3] for row in event_rows([draft], "q", lambda ms: ms)] == [5, 6, 7]
+
+
+def test_the_history_has_every_attempt_and_falls_back_on_the_engines(feed: Feed) -> None:
+    story = [
+        feed.created("j1"),
+        feed.claimed("j1"),
+        feed.event("j1", None, None, 1, type=HEARTBEAT_EVENT),
+        feed.failed("j1", _S.RETRYING),
+        feed.claimed("j1", 2, 1, was=_S.RETRYING),
+        feed.failed("j1", _S.DLQ_PENDING, 2, 1),
+    ]
+    told = decode(attempts_of(story))
+    assert [(one["number"], one["outcome"], one["failure"]["message"]) for one in told] == [
+        (1, "retrying", "boom 1"),
+        (2, "dlq_pending", "boom 2"),
+    ]
+    assert told[0]["started_at_ms"] == story[1].at_ms
+    assert told[0]["finished_at_ms"] == story[3].at_ms
+    assert decode(attempts_of(story[5:], [{"number": 1}, {"number": 2}])) == [{"number": 1}, {"number": 2}]
+
+
+# Garbage -------------------------------------------------------------------------------------------
+
+
+def test_a_clean_event_is_itself_and_a_bad_one_is_cleaned(feed: Feed) -> None:
+    good = feed.created("j1")
+    assert cleaned(good) is good
+    bad = Event(type="x", job_id="a\x00", at_ms=1, worker="\ud800", message="\x00", data={"payload": "\x00", "n": 1})
+    assert cleaned(bad) == Event(
+        type="x", job_id="a\ufffd", at_ms=1, worker="\ufffd", message="\ufffd", data={"payload": "\ufffd", "n": 1}
+    )
+
+
+def test_halves_lose_nothing_and_keep_each_jobs_order(feed: Feed) -> None:
+    events = [*feed.life("j1"), *feed.life("j2"), *feed.life("j3")]
+    first, second = halves(events)
+    assert sorted(event.at_ms for event in first + second) == [event.at_ms for event in events]
+    assert not {event.job_id for event in first} & {event.job_id for event in second}
+    assert list(halves(feed.life("j1")[:2])) != [[], []]
+    one, two = halves(events[:3])
+    assert one + two == events[:3]
+    assert one
+    assert two

@@ -1,0 +1,145 @@
+"""A file of the first release: refused until it is migrated, then as good as new."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.core.states import State
+from holdfast.core.verdict import Answer, Succeed
+from holdfast.engine.port import Control
+from holdfast.engine.sqlite import upgrade as upgrading
+from holdfast.engine.sqlite.connection import SCHEMA_VERSION, open_writer, prepare_schema
+from holdfast.engine.sqlite.upgrade import upgrade
+from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch
+from holdfast.testing.clock import ManualClock
+from tests.unit.sqlite_rig import QUEUE, envelope, look, opened, settle
+
+FIRST_RELEASE = Path(__file__).parent / "data" / "sqlite_v1.sql"
+#: When the file was written.
+LATER_MS = ManualClock().now_ms() + 10_000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "old.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(FIRST_RELEASE.read_text("utf-8"))
+    return path
+
+
+def schema(path: Path) -> list[tuple[str, str, str]]:
+    return look(path, "SELECT type, name, sql FROM sqlite_schema WHERE name <> 'sqlite_sequence' ORDER BY type, name")
+
+
+async def test_an_old_file_is_refused_and_left_alone(path: Path) -> None:
+    before = schema(path)
+    with pytest.raises(SchemaMismatch, match=f"version 1, .* needs {SCHEMA_VERSION}; run `holdfast migrate up`"):
+        async with opened(path):
+            pass
+    assert schema(path) == before
+
+
+def test_a_migrated_file_has_the_schema_of_a_fresh_one(path: Path, tmp_path: Path) -> None:
+    open_writer(tmp_path / "new.db", prepare_schema).close()
+    assert upgrade(path)
+    assert schema(path) == schema(tmp_path / "new.db")
+    for pragma in ("user_version", "application_id"):
+        assert look(path, f"PRAGMA {pragma}") == look(tmp_path / "new.db", f"PRAGMA {pragma}")
+    assert look(path, "PRAGMA integrity_check") == [("ok",)]
+    assert not upgrade(path)
+
+
+def test_nothing_is_lost_on_the_way(path: Path) -> None:
+    columns = "id, tenant_id, job_id, state, came_from, attempt, retry_count, run_at, line, due_at, lease_until"
+    columns += (
+        ", worker, place, deliveries, token, last_seq, meta, result, payload, error_code, last_error, finished_at"
+    )
+    columns += ", idempotency_key"
+    jobs = look(path, f"SELECT {columns} FROM jobs ORDER BY id")
+    events = "SELECT id, tenant_id, job_id, job, seq, type, from_state, to_state, attempt, worker, at FROM job_events"
+    events += " ORDER BY id"
+    stories, keys = look(path, events), look(path, "SELECT * FROM submission_keys")
+    dlq_ids = look(path, "SELECT job_id, dlq_id FROM jobs WHERE dlq_id IS NOT NULL")
+    letters = look(path, "SELECT tenant_id, dlq_id, job_id, payload, error, stack, history, failed_at FROM dlq_items")
+    entries = look(path, "SELECT queue, position, first_event, nonce, bytes, total_bytes FROM feed_entries")
+    assert {row[3] for row in jobs} == set(State)
+    upgrade(path)
+    migrated = look(path, f"SELECT {columns} FROM jobs ORDER BY id")
+    at = columns.split(", ").index("meta")
+    assert [row[:at] + row[at + 1 :] for row in migrated] == [row[:at] + row[at + 1 :] for row in jobs]
+    for old, new in zip(jobs, migrated, strict=True):
+        before, after = (msgspec.json.decode(row[at] or "{}") for row in (old, new))
+        # Jobs that wait for a ledger were not told which dead letter they have.
+        assert after == before | {key: after[key] for key in after.keys() - before.keys() if key == "dlq_id"}
+    assert look(path, events) == stories
+    assert look(path, "SELECT * FROM submission_keys") == keys
+    assert set(look(path, "SELECT job_id, dlq_id FROM jobs")) >= set(dlq_ids)
+    assert (
+        look(path, "SELECT tenant_id, dlq_id, job_id, payload, error, stack, history, acked_at FROM dlq_items")
+        == letters
+    )
+    assert look(path, "SELECT queue, position, first_event, nonce, bytes, total_bytes FROM feed_entries") == entries
+    # Ids of rows that are gone do not come again.
+    assert dict(look(path, "SELECT name, seq FROM sqlite_sequence")) == {"jobs": 14, "events": 37, "notices": 3}
+
+
+async def test_a_migrated_file_goes_on_working(path: Path) -> None:
+    upgrade(path)
+    clock = ManualClock(LATER_MS)
+    async with opened(path, clock) as engine:
+        (running,) = await engine.resume("w1", [QUEUE], ())
+        assert running.job_id == "running"
+        assert await settle(engine, running, Succeed(b"1")) is Answer.APPLIED
+        claims = await engine.claim("w2", [QUEUE], 10, 0)
+        assert [claim.job_id for claim in claims] == ["queued"]
+        assert await settle(engine, claims[0], Succeed(b"1")) is Answer.APPLIED
+        # Its key is known.
+        (receipt,) = await engine.submit([envelope(idempotency_key="k1")])
+        assert (receipt.job_id, receipt.duplicate) == ("queued", True)
+        clock.advance(120.0)
+        due = await engine.claim("w2", [QUEUE], 10, 0)
+        assert sorted(claim.job_id for claim in due) == ["delayed", "retrying"]
+        for to in (State.DLQ_RECORDED, State.FAILED):
+            await engine.move(QUEUE, "dlq_pending", to, actor="ann", reason="seen")
+        await engine.move(QUEUE, "dlq_recorded", State.FAILED, actor="ann", reason="seen")
+        views = await engine.get(QUEUE, ["dlq_pending", "dlq_recorded"])
+        assert all(view and view.state is State.FAILED and view.meta.dlq_id for view in views)
+        assert await engine.control("mails") == Control(paused=True, concurrency=3)
+        entries = await engine.feed(QUEUE, "", 1_000)
+        created = {
+            event.job_id: event.data or {} for entry in entries for event in entry.events if not event.from_state
+        }
+        assert created["succeeded"]["context"] == {"user": "u1"}
+        assert created["succeeded"]["meta"] == '{"max_retries":3,"context":{"user":"u1"}}'
+        assert created["retrying"]["meta"] == '{"max_retries":9}'
+        assert "meta" not in created["failed"]
+        assert (created["queued"]["run_at_ms"], created["queued"]["idempotency_key"]) == (0, "k1")
+        assert created["delayed"]["run_at_ms"] > LATER_MS
+
+
+def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, jobs = schema(path), look(path, "SELECT * FROM jobs")
+    monkeypatch.setitem(upgrading._RENAMED, "notices", "no_such_table")
+    with pytest.raises(EngineUnavailable):
+        upgrade(path)
+    assert (schema(path), look(path, "SELECT * FROM jobs")) == (before, jobs)
+    monkeypatch.undo()
+    assert upgrade(path)
+
+
+def test_only_our_files_are_migrated(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.db"
+    with closing(sqlite3.connect(theirs)) as connection:
+        connection.execute("CREATE TABLE jobs (id)")
+    with pytest.raises(InvalidOption, match="another program"):
+        upgrade(theirs)
+    with pytest.raises(EngineUnavailable):
+        upgrade(tmp_path / "missing" / "jobs.db")
+    fresh = tmp_path / "fresh.db"
+    assert upgrade(fresh)
+    assert look(fresh, "SELECT count(*) FROM jobs") == [(0,)]
