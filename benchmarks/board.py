@@ -38,11 +38,21 @@ class Board:
     @property
     def span_s(self) -> float:
         """From the first execution anywhere to the last one."""
-        used = [row * _CELLS for row in range(ROWS) if self._cells[row * _CELLS + _COUNT]]
-        if not used:
-            return 0.0
-        first = min(self._cells[row + _FIRST] for row in used)
-        return (max(self._cells[row + _LAST] for row in used) - first) / 1e9
+        return (self.last_ns - self.first_ns) / 1e9
+
+    @property
+    def first_ns(self) -> int:
+        """The first execution anywhere; 0 before it."""
+        return min((self._cells[row + _FIRST] for row in self._used), default=0)
+
+    @property
+    def last_ns(self) -> int:
+        """The last execution so far; 0 before the first."""
+        return max((self._cells[row + _LAST] for row in self._used), default=0)
+
+    @property
+    def _used(self) -> list[int]:
+        return [row * _CELLS for row in range(ROWS) if self._cells[row * _CELLS + _COUNT]]
 
 
 class Gauge:

@@ -31,10 +31,12 @@ class ProbeFailed(Exception):
 class Child:
     """One process of one side. It starts at once, and is ready inside of `with`."""
 
-    def __init__(self, module: str, role: str, spec: Mapping[str, Any], scratch: Path) -> None:
+    def __init__(
+        self, module: str, role: str, spec: Mapping[str, Any], scratch: Path, python: str = sys.executable
+    ) -> None:
         self._log = scratch / f"{module.rpartition('.')[2]}-{role}-{next(_numbers)}.log"
         self._buffer = b""
-        command = [sys.executable, "-m", module, role, json.dumps(dict(spec))]
+        command = [python, "-m", module, role, json.dumps(dict(spec))]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -58,6 +60,11 @@ class Child:
             self._process.stdin.flush()
         except BrokenPipeError as exc:
             raise self._failed("ended by itself") from exc
+
+    def ready(self) -> bool:
+        """Whether an answer, or the end, has come."""
+        assert self._process.stdout is not None
+        return bool(self._buffer or select.select([self._process.stdout], [], [], 0)[0])
 
     def answer(self) -> dict[str, Any]:
         """The next answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,10 +31,16 @@ class Contestant:
     scratch: Path
     flavour: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    #: Peers have an environment of their own.
+    python: str = sys.executable
 
     def producer(self) -> Child:
         """A process that submits."""
-        return Child(self.module, "produce", self._spec(), self.scratch)
+        return self.child("produce")
+
+    def child(self, role: str) -> Child:
+        """A process in any of the roles that its module has."""
+        return Child(self.module, role, self._spec(), self.scratch, self.python)
 
     @contextmanager
     def workers(self, count: int, board: Board) -> Iterator[list[Child]]:
@@ -41,7 +48,8 @@ class Contestant:
         board.clear()
         spec = {**self._spec(), "board": str(board.path)}
         # All are started before the first is waited for.
-        children = [Child(self.module, "work", {**spec, "row": row}, self.scratch) for row in range(count)]
+        specs = [{**spec, "row": row} for row in range(count)]
+        children = [Child(self.module, "work", given, self.scratch, self.python) for given in specs]
         with ExitStack() as stack:
             for child in children:
                 stack.callback(child.close)
@@ -104,7 +112,7 @@ def drain(
             child.tell("start", limit=limit)
         for child in children:
             child.answer()
-        _until_done(board, jobs, watch)
+        until_done(board, jobs, watch)
         reports = [child.call("report") for child in children]
         cpu_s = side.store.cpu_s() - cpu_s
         if board.done != jobs:
@@ -112,7 +120,8 @@ def drain(
         return _drained(board, jobs, cpu_s, reports)
 
 
-def _until_done(board: Board, jobs: int, watch: Callable[[int], None] | None) -> None:
+def until_done(board: Board, jobs: int, watch: Callable[[int], None] | None = None) -> None:
+    """Look on until so many jobs were executed."""
     done, moved_at = 0, time.monotonic()
     while done < jobs:
         time.sleep(_LOOK_S)

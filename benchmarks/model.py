@@ -13,6 +13,12 @@ OURS_SQLITE: Final = "holdfast · SQLite"
 BARE_PY: Final = "bare loop · redis-py"
 BARE_RAW: Final = "bare loop · raw"
 SKETCH: Final = "yardstick"
+#: With the ledger: projected by the worker itself, or by `holdfast upkeep` in a process of its own.
+OURS_LEDGER: Final = "holdfast · Redis + PostgreSQL"
+OURS_UPKEEP: Final = "holdfast · the same, upkeep apart"
+PGQUEUER: Final = "pgqueuer"
+PROCRASTINATE: Final = "procrastinate"
+DBOS: Final = "DBOS"
 
 
 class Measure(msgspec.Struct, frozen=True):
@@ -23,6 +29,8 @@ class Measure(msgspec.Struct, frozen=True):
     unit: str
     more_is_better: bool = False
     digits: int = 0
+    #: Its sides are different things, so that a ratio between them would say nothing.
+    compared: bool = True
 
 
 class Sample(msgspec.Struct, frozen=True):

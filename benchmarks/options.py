@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-STAGES: Final = ("submit", "drain", "latency", "backlog")
+from benchmarks.peers.venv import PEERS
+
+CORE: Final = ("submit", "drain", "latency", "backlog")
+LEDGER: Final = ("audited", "projector", "lag", "durable", "effects", "history")
+STAGES: Final = (*CORE, *LEDGER)
+#: Names for several stages at once.
+GROUPS: Final = {"core": CORE, "ledger": LEDGER}
+#: Takes long, so by its own name or with `--full` only.
+_LONG: Final = "history"
 RESULTS: Final = Path(__file__).resolve().parent / "results"
 
 
@@ -26,6 +34,15 @@ class Options:
     deep: int
     sqlite_deep: int
     sketch: Path | None
+    #: The same for the projector.
+    ledger_sketch: Path | None
+    #: Other task systems that are measured beside ours, by name.
+    peers: tuple[str, ...]
+    #: Jobs of which the projector gets a prepared feed.
+    feed_jobs: int
+    lag_s: float
+    #: Events in the ledger before `history` begins.
+    history_events: int
     #: Redis: "no", "everysec" or "always".
     aof: str
     out: Path
@@ -35,13 +52,12 @@ def parse(arguments: Sequence[str]) -> Options:
     """Options from the command line; argparse ends the program on a mistake."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    stages = tuple(name for name in given.only.split(",") if name)
-    if unknown := set(stages) - set(STAGES):
-        parser.error(f"--only knows {', '.join(STAGES)}; not {', '.join(sorted(unknown))}")
-    if given.sketch is not None and not given.sketch.is_file():
-        parser.error(f"--sketch: there is no file {given.sketch}")
+    stages = _stages(parser, given.only, given.full)
+    for option, script in (("--sketch", given.sketch), ("--ledger-sketch", given.ledger_sketch)):
+        if script is not None and not script.is_file():
+            parser.error(f"{option}: there is no file {script}")
     return Options(
-        stages=stages or STAGES,
+        stages=stages,
         rounds=given.rounds,
         jobs=given.jobs,
         single_jobs=max(1, given.jobs // 10),
@@ -50,24 +66,58 @@ def parse(arguments: Sequence[str]) -> Options:
         deep=given.backlog or (1_000_000 if given.full else 200_000),
         sqlite_deep=given.backlog or (200_000 if given.full else 50_000),
         sketch=None if given.sketch is None else given.sketch.resolve(),
+        ledger_sketch=None if given.ledger_sketch is None else given.ledger_sketch.resolve(),
+        peers=_peers(parser, given.peers),
+        feed_jobs=3 * given.jobs,
+        lag_s=given.lag_seconds,
+        history_events=given.events,
         aof=given.aof,
         out=given.out.resolve(),
     )
 
 
+def _stages(parser: argparse.ArgumentParser, only: str, full: bool) -> tuple[str, ...]:
+    asked = [name for name in only.split(",") if name]
+    if unknown := set(asked) - set(STAGES) - set(GROUPS):
+        parser.error(f"--only knows {', '.join((*STAGES, *GROUPS))}; not {', '.join(sorted(unknown))}")
+    wanted = {stage for name in asked or GROUPS for stage in GROUPS.get(name, (name,))}
+    if not full and _LONG not in asked:
+        wanted.discard(_LONG)
+    return tuple(stage for stage in STAGES if stage in wanted)
+
+
+def _peers(parser: argparse.ArgumentParser, given: str) -> tuple[str, ...]:
+    known = tuple(PEERS)
+    if given in ("all", "none"):
+        return known if given == "all" else ()
+    asked = tuple(name for name in given.split(",") if name)
+    if unknown := set(asked) - set(known):
+        parser.error(f"--peers knows {', '.join(known)}, all and none; not {', '.join(sorted(unknown))}")
+    return asked
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures holdfast on Redis and on SQLite beside a bare Redis loop, on servers of its own.",
+        description="Measures holdfast on Redis and on SQLite beside a bare Redis loop, and with a ledger in "
+        "PostgreSQL beside other task systems there; on servers of its own.",
     )
-    parser.add_argument("--only", default="", metavar="NAMES", help=f"some of {','.join(STAGES)}; default all")
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help=f"some of {','.join(STAGES)}; core; ledger; default all"
+    )
     parser.add_argument("--rounds", type=_positive, default=3, help="interleaved rounds (default 3)")
     parser.add_argument("--jobs", type=_positive, default=20_000, help="jobs per submit and drain (default 20,000)")
     parser.add_argument("--latency-jobs", type=_positive, default=300, help="jobs per latency probe (default 300)")
     parser.add_argument("--backlog", type=_positive, help="depth of the deep queue (default 200,000; SQLite 50,000)")
-    parser.add_argument("--full", action="store_true", help="deep queue of 1,000,000 jobs (SQLite 200,000)")
+    parser.add_argument(
+        "--full", action="store_true", help="deep queue of 1,000,000 jobs (SQLite 200,000); history of the ledger"
+    )
     parser.add_argument("--aof", choices=("no", "everysec", "always"), default="no", help="Redis persistence")
     parser.add_argument("--sketch", type=Path, metavar="PATH", help="a yardstick script to run in the same rounds")
+    parser.add_argument("--peers", default="all", metavar="NAMES", help=f"some of {','.join(PEERS)}, all or none")
+    parser.add_argument("--lag-seconds", type=_positive, default=15, help="how long lag is measured (default 15)")
+    parser.add_argument("--events", type=_positive, default=5_000_000, help="events for history (default 5,000,000)")
+    parser.add_argument("--ledger-sketch", type=Path, metavar="PATH", help="a yardstick script for the projector")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON, plot and scratch files")
     return parser
 

@@ -7,7 +7,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.model import BARE_PY, BARE_RAW, OURS_REDIS, OURS_SQLITE, SKETCH, Measure, Results
+from benchmarks.model import (
+    BARE_PY,
+    BARE_RAW,
+    DBOS,
+    OURS_LEDGER,
+    OURS_REDIS,
+    OURS_SQLITE,
+    OURS_UPKEEP,
+    PGQUEUER,
+    PROCRASTINATE,
+    SKETCH,
+    Measure,
+    Results,
+)
 from benchmarks.stages.stage import Stage
 
 _COLOURS: Final = {
@@ -16,12 +29,21 @@ _COLOURS: Final = {
     BARE_PY: "#b8b8b8",
     BARE_RAW: "#808080",
     SKETCH: "#d98e04",
+    OURS_LEDGER: "#0b3c5d",
+    OURS_UPKEEP: "#328cc1",
+    PGQUEUER: "#b5651d",
+    PROCRASTINATE: "#c9a66b",
+    DBOS: "#8e6c8a",
 }
 _PANELS: Final = {
     "submit": ("submit.single", "submit.concurrent", "submit.bulk"),
     "drain": ("drain.1", "drain.2"),
     "latency": ("latency.p50", "latency.p95", "latency.p99"),
+    "audited": ("audited",),
+    "lag": ("lag.p50", "lag.p95", "lag.p99"),
 }
+_LEGEND_PER_COLUMN: Final = 2
+_LEGEND_LINE_INCHES: Final = 0.2
 
 
 def draw(path: Path, results: Results, stages: Sequence[Stage]) -> bool:
@@ -47,10 +69,10 @@ def draw(path: Path, results: Results, stages: Sequence[Stage]) -> bool:
     for axes in places[count:]:
         axes.set_axis_off()
     figure.suptitle(f"holdfast {results.machine['holdfast']} · {results.began_at}", fontsize=10)
-    figure.legend(
-        handles=[_patch(side) for side in _drawn(results)], fontsize=8, loc="lower center", ncols=len(_COLOURS)
-    )
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    handles, across = [_patch(side) for side in _drawn(results)], _LEGEND_PER_COLUMN * columns
+    figure.legend(handles=handles, fontsize=8, loc="lower center", ncols=across)
+    bottom_inches = _LEGEND_LINE_INCHES * (-(-len(handles) // across) + 1)
+    figure.tight_layout(rect=(0, bottom_inches / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True

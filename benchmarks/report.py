@@ -10,11 +10,31 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.model import BARE_PY, BARE_RAW, SKETCH, Measure, Results, Summary, percentile
+from benchmarks.model import (
+    BARE_PY,
+    BARE_RAW,
+    DBOS,
+    PGQUEUER,
+    PROCRASTINATE,
+    SKETCH,
+    Measure,
+    Results,
+    Summary,
+    percentile,
+)
 from benchmarks.stages.stage import Stage
 
 #: Column heads of the ratios, and against whom.
-_AGAINST: Final = {"× redis-py": BARE_PY, "× raw": BARE_RAW, "× yardstick": SKETCH}
+_AGAINST: Final = {
+    "× redis-py": BARE_PY,
+    "× raw": BARE_RAW,
+    "× yardstick": SKETCH,
+    "× pgqueuer": PGQUEUER,
+    "× procrastinate": PROCRASTINATE,
+    "× DBOS": DBOS,
+}
+#: In these stages the first row of each measure is what the others are compared with.
+_FIRST_ROW: Final = {"backlog": "× shallow", "history": "× empty"}
 _NOTE: Final = (
     "Median and best of the rounds; ratios are of medians. Gaps under 30 % are ties on a shared machine; "
     "CPU per job is steadier than time."
@@ -35,6 +55,7 @@ def print_tables(console: Console, results: Results, stages: Sequence[Stage]) ->
         if any(results.sides(measure.key) for measure in stage.measures):
             console.print()
             console.print(_table(results, stage))
+    _print_servers(console, results)
     _print_latencies(console, results)
     _print_flatness(console, results)
     _print_memory(console, results)
@@ -68,14 +89,15 @@ def _cells(results: Results, measure: Measure, side: str, references: Sequence[s
     row = results.summary(measure.key, side)
     assert row is not None
     first = results.sides(measure.key)[0]
-    ratios = [_ratio(row, results.summary(measure.key, other or first)) for other in references]
+    others = [results.summary(measure.key, other or first) if measure.compared else None for other in references]
+    ratios = [_ratio(row, other) for other in others]
     return [_number(row.median, measure), _number(row.best, measure), *ratios]
 
 
 def _references(results: Results, stage: Stage) -> dict[str, str]:
     """Ratio columns: against other sides, or (an empty name) against the first row of the same measure."""
-    if stage.name == "backlog":
-        return {"× shallow": ""}
+    if stage.name in _FIRST_ROW:
+        return {_FIRST_ROW[stage.name]: ""}
     present = {side for measure in stage.measures for side in results.sides(measure.key)}
     return {head: side for head, side in _AGAINST.items() if side in present}
 
@@ -88,6 +110,13 @@ def _ratio(row: Summary, reference: Summary | None) -> str:
 
 def _number(value: float, measure: Measure) -> str:
     return f"{value:,.{measure.digits}f}"
+
+
+def _print_servers(console: Console, results: Results) -> None:
+    """What was not known yet when the heading was printed."""
+    for name in ("PostgreSQL", "peers"):
+        if name in results.settings:
+            console.print(f"{name}: {results.settings[name]}", highlight=False)
 
 
 def _print_latencies(console: Console, results: Results) -> None:

@@ -20,18 +20,31 @@ from benchmarks.board import Board
 from benchmarks.children import ProbeFailed
 from benchmarks.model import Calibration, Results
 from benchmarks.options import Options, parse
+from benchmarks.postgres import Postgres
+from benchmarks.stages.audited import Audited
 from benchmarks.stages.backlog import Backlog
 from benchmarks.stages.drain import Drain
+from benchmarks.stages.durable import Durable
+from benchmarks.stages.effects import Effects
+from benchmarks.stages.history import History
+from benchmarks.stages.lag import Lag
 from benchmarks.stages.latency import Latency
+from benchmarks.stages.projector import Projector
 from benchmarks.stages.stage import Hall, Probe, Stage
 from benchmarks.stages.submit import Submit
 from benchmarks.stores import RedisStore, SqliteStore
 
-_STAGES: Final[Mapping[str, Callable[[Hall], Stage]]] = {
+STAGES: Final[Mapping[str, Callable[[Hall], Stage]]] = {
     "submit": Submit,
     "drain": Drain,
     "latency": Latency,
     "backlog": Backlog,
+    "audited": Audited,
+    "projector": Projector,
+    "lag": Lag,
+    "durable": Durable,
+    "effects": Effects,
+    "history": History,
 }
 
 _FILE_WIDTH: Final = 110
@@ -49,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     with machine.held_awake() as awake, _hall(options, began_at) as hall:
         hall.results.machine["cores held awake"] = "yes" if awake else "no (needs root and /dev/cpu_dma_latency)"
         report.print_heading(console, hall.results)
-        stages: list[Stage] = [_STAGES[name](hall) for name in options.stages]
+        stages: list[Stage] = [STAGES[name](hall) for name in options.stages]
         with _progress(console) as progress:
             for stage in stages:
                 _Rounds(hall, stage, progress).run()
@@ -131,8 +144,9 @@ def _hall(options: Options, began_at: datetime) -> Iterator[Hall]:
         cleanup.callback(redis.close)
         results = Results(began_at.isoformat(timespec="seconds"), machine.describe(), _settings(options, redis))
         results.settings["SQLite file"] = f"synchronous=FULL on {machine.filesystem(scratch)}"
-        sqlite, board = SqliteStore(scratch / "sqlite"), Board(scratch / "board")
-        yield Hall(options, redis, sqlite, board, scratch, results, cleanup)
+        sqlite, board, postgres = SqliteStore(scratch / "sqlite"), Board(scratch / "board"), Postgres(scratch)
+        cleanup.callback(postgres.close)
+        yield Hall(options, redis, sqlite, postgres, board, scratch, results, cleanup)
 
 
 def _settings(options: Options, redis: RedisStore) -> dict[str, object]:

@@ -67,15 +67,16 @@ class Producer:
 class Work:
     """One real worker in this process."""
 
-    def __init__(self, tasks: Tasks, gauge: Gauge) -> None:
+    def __init__(self, tasks: Tasks, gauge: Gauge, *, upkeep: bool = True) -> None:
         self._tasks = tasks
         self._gauge = gauge
+        self._upkeep = upkeep
         self._worker: Worker | None = None
         self._running: asyncio.Task[Any] | None = None
 
     async def start(self, limit: int | None) -> Answer:
         """Begin to work; with a limit, take only so many jobs."""
-        self._worker = Worker(self._tasks.app, max_jobs=limit)
+        self._worker = Worker(self._tasks.app, upkeep=self._upkeep, max_jobs=limit)
         self._running = asyncio.create_task(self._worker.run())
         return {}
 

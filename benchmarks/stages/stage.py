@@ -12,6 +12,7 @@ from benchmarks.board import Board
 from benchmarks.contest import Contestant
 from benchmarks.model import BARE_PY, BARE_RAW, OURS_REDIS, OURS_SQLITE, Measure, Results
 from benchmarks.options import Options
+from benchmarks.postgres import Postgres
 from benchmarks.sketch import Sketch
 from benchmarks.stores import RedisStore, SqliteStore
 
@@ -49,6 +50,8 @@ class Hall:
     options: Options
     redis: RedisStore
     sqlite: SqliteStore
+    #: Runs once a stage has asked for it.
+    postgres: Postgres
     board: Board
     scratch: Path
     results: Results

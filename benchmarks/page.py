@@ -1,0 +1,106 @@
+"""A page of figures for the docs, from the JSON of one or more runs: `python -m benchmarks.page JSON [JSON …]`.
+
+Prints Markdown: what was measured on, then a table for each stage of the ledger that the runs have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from benchmarks.model import DBOS, PGQUEUER, PROCRASTINATE, SKETCH, Measure, Results
+from benchmarks.stages.audited import Audited
+from benchmarks.stages.durable import Durable
+from benchmarks.stages.effects import Effects
+from benchmarks.stages.history import History
+from benchmarks.stages.lag import Lag
+from benchmarks.stages.projector import Projector
+from benchmarks.stages.stage import Stage
+
+_STAGES: Final[Sequence[type[Stage]]] = (Audited, Projector, Lag, Durable, Effects, History)
+_AGAINST: Final = (PGQUEUER, PROCRASTINATE, DBOS, SKETCH)
+_FACTS: Final = ("cores", "python", "Redis", "PostgreSQL", "peers", "rounds", "jobs")
+
+
+def main(files: Sequence[str]) -> int:
+    """Print the page."""
+    if not files:
+        print(__doc__, file=sys.stderr)
+        return 2
+    print(page([msgspec.json.decode(Path(file).read_bytes(), type=Results) for file in files]), end="")
+    return 0
+
+
+def page(runs: Sequence[Results]) -> str:
+    """The whole page; a stage that several runs have comes from the last of them."""
+    parts = ["# The ledger, figures", "Written by `python -m benchmarks.page`; how to read it: [here](ledger.md)."]
+    parts += [_about(run) for run in runs]
+    for stage in _STAGES:
+        having = [run for run in runs if any(run.sides(measure.key) for measure in stage.measures)]
+        if having:
+            parts += [f"## {stage.title}", *_tables(having[-1], stage.measures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _about(run: Results) -> str:
+    known = {**run.machine, **run.settings}
+    facts = "; ".join(f"{name} {known[name]}" for name in _FACTS if name in known)
+    loops = [calibration.loop_ms for calibration in run.calibrations] or [0.0]
+    trips = [calibration.round_trip_us for calibration in run.calibrations] or [0.0]
+    return (
+        f"Run of {run.began_at}: {facts}. Calibration over the run: loop {min(loops):.1f} to {max(loops):.1f} ms, "
+        f"round trip {min(trips):.0f} to {max(trips):.0f} µs. Medians of the rounds; compare within one table only."
+    )
+
+
+def _tables(run: Results, measures: Sequence[Measure]) -> list[str]:
+    """One of what is compared, and one more for each measure whose sides are different things."""
+    compared = [measure for measure in measures if measure.compared]
+    return [_table(run, compared), *(_list(run, measure) for measure in measures if not measure.compared)]
+
+
+def _list(run: Results, measure: Measure) -> str:
+    rows = [[measure.title, measure.unit], ["---"] * 2]
+    rows += [[side, *_row(run, measure, [side])[1:]] for side in run.sides(measure.key)]
+    return _lines(rows)
+
+
+def _table(run: Results, measures: Sequence[Measure]) -> str:
+    """Measures down, sides across; then the first measure against each side that is there to be compared with."""
+    sides = list(dict.fromkeys(side for measure in measures for side in run.sides(measure.key)))
+    rows = [["", *sides], ["---"] * (len(sides) + 1)]
+    rows += [_row(run, measure, sides) for measure in measures if run.sides(measure.key)]
+    rows += [_ratios(run, measures[0], side, sides) for side in _AGAINST if side in sides]
+    return _lines(rows)
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(run: Results, measure: Measure, sides: Sequence[str]) -> list[str]:
+    cells = [f"{measure.title}, {measure.unit}"]
+    for side in sides:
+        summary = run.summary(measure.key, side)
+        cells.append("–" if summary is None else f"{summary.median:,.{measure.digits}f}")
+    return cells
+
+
+def _ratios(run: Results, measure: Measure, against: str, sides: Sequence[str]) -> list[str]:
+    reference = run.summary(measure.key, against)
+    cells = [f"{measure.title}, × {against}"]
+    for side in sides:
+        summary = run.summary(measure.key, side)
+        if summary is None or reference is None or not reference.median:
+            cells.append("–")
+        else:
+            cells.append(f"{summary.median / reference.median:.2f}")
+    return cells
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
