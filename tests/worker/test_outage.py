@@ -77,7 +77,7 @@ async def test_leases_of_unsettled_verdicts_are_renewed(app: Holdfast, faults: F
         await eventually(lambda: worker.finished == 1)
         before = faults.count("renew")
         await eventually(lambda: faults.count("renew") > before + 2, "heartbeats")
-        (leases,) = next(args for name, args in reversed(faults.calls) if name == "renew")
+        leases, *_ = next(args for name, args in reversed(faults.calls) if name == "renew")
         assert [lease.job_id for lease in leases] == [job.id]
         faults.down.clear()
         await job.result(10)

@@ -66,58 +66,33 @@ class Anomaly(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Draft:
+class Draft(msgspec.Struct, eq=False):
     """A job as the batch leaves it."""
 
-    __slots__ = (
-        "at_ms",
-        "attempt",
-        "came_from",
-        "creation",
-        "dlq_id",
-        "ended",
-        "error_code",
-        "error_message",
-        "events",
-        "job_id",
-        "keeps_errors",
-        "last_error",
-        "letter",
-        "next_retry_at_ms",
-        "result",
-        "retry_count",
-        "run_at_ms",
-        "seq",
-        "state",
-        "tenant_id",
-        "worker",
-    )
-
-    def __init__(self, tenant_id: str, job_id: str, came_from: State | None, seq: int = 0) -> None:
-        self.tenant_id = tenant_id
-        self.job_id = job_id
-        #: Where the ledger must have it; None: it is new, or only noted upon.
-        self.came_from = came_from
-        #: The number of its last event before the batch, where that is known.
-        self.seq = seq
-        self.creation: Event | None = None
-        #: Where it is now; None: nothing has moved it yet.
-        self.state: State | None = None
-        self.ended = False
-        self.attempt = 0
-        self.retry_count = 0
-        self.worker: str | None = None
-        self.keeps_errors = True
-        self.error_code: str | None = None
-        self.last_error: str | None = None
-        self.error_message: str | None = None
-        self.result: str | None = None
-        self.run_at_ms = 0
-        self.next_retry_at_ms = 0
-        self.dlq_id: str | None = None
-        self.letter: Event | None = None
-        self.at_ms = 0
-        self.events: list[Event] = []
+    tenant_id: str
+    job_id: str
+    #: Where the ledger must have it; None: it is new, or only noted upon.
+    came_from: State | None
+    #: The number of its last event before the batch, where that is known.
+    seq: int = 0
+    creation: Event | None = None
+    #: Where it is now; None: nothing has moved it yet.
+    state: State | None = None
+    ended: bool = False
+    attempt: int = 0
+    retry_count: int = 0
+    worker: str | None = None
+    keeps_errors: bool = True
+    error_code: str | None = None
+    last_error: str | None = None
+    error_message: str | None = None
+    result: str | None = None
+    run_at_ms: int = 0
+    next_retry_at_ms: int = 0
+    dlq_id: str | None = None
+    letter: Event | None = None
+    at_ms: int = 0
+    events: list[Event] = []
 
     @property
     def new(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -71,8 +71,18 @@ class Projection(Protocol):
         """Another may take it at once."""
         ...
 
+    def prepare(self, queue: str, entries: Sequence[FeedEntry]) -> Any:
+        """The part of `project` that needs no store, to be done while another batch is being written; None: nothing."""
+        ...
+
     async def project(
-        self, queue: str, projector: str, lease_ms: int, old: Position, entries: Sequence[FeedEntry]
+        self,
+        queue: str,
+        projector: str,
+        lease_ms: int,
+        old: Position,
+        entries: Sequence[FeedEntry],
+        prepared: Any = None,
     ) -> Projected:
         """Write these entries, number each job's events, move the position and renew the lease, in one transaction.
 

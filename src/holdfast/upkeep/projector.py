@@ -23,7 +23,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 from uuid import uuid4
 
 from holdfast.core.backoff import Backoff
@@ -61,6 +62,15 @@ class Fork(Exception):
     """The feed is not the one that the position is in."""
 
 
+@dataclass(frozen=True, slots=True)
+class Next:
+    """A batch to be written, what comes after it, and what the store has made of the batch in advance."""
+
+    batch: list[FeedEntry]
+    rest: list[FeedEntry]
+    prepared: Any = None
+
+
 class Track:
     """One feed, as this projector follows it while it has the lease."""
 
@@ -74,7 +84,7 @@ class Track:
         self.trimmed_at = 0.0
         self.trimmed_to = ""
         self.leased_until = 0.0
-        self.ahead: asyncio.Task[list[FeedEntry]] | None = None
+        self.ahead: asyncio.Task[Next] | None = None
         self.telling: asyncio.Task[None] | None = None
         self.tell_at = 0.0
 
@@ -223,18 +233,24 @@ class Projector:
         try:
             if track.astray:
                 await self._find_place(track)
-            elif entries := await self._gather(track):
-                await self._write(track, entries)
+            elif (following := await self._gather(track)) is not None:
+                await self._write(track, following)
         except Fork:
             await self._go_astray(track)
         except PositionMoved:
             _log.info("another projector was faster with queue %s", track.queue)
             self._drop(track)
 
-    async def _gather(self, track: Track) -> list[FeedEntry]:
-        """What is to be written next. Waits a little for company."""
-        entries = await (track.ahead or self._read(track, track.at.position, track.at.nonce))
-        track.ahead = None
+    async def _gather(self, track: Track) -> Next | None:
+        """What is to be written next, if there is anything. Waits a little for company."""
+        if track.ahead is None:
+            entries = await self._read(track, track.at.position, track.at.nonce)
+        else:
+            following = await track.ahead
+            track.ahead = None
+            if _is_enough(following.batch):
+                return following
+            entries = following.batch + following.rest
         until = time.monotonic() + self._linger_s
         while entries and not _is_enough(entries):
             left_s = until - time.monotonic()
@@ -244,7 +260,7 @@ class Projector:
                 break
             await asyncio.sleep(max(0.0, min(_LOOK_S, until - time.monotonic())))
             entries += await self._read(track, entries[-1].position, entries[-1].nonce)
-        return entries
+        return Next(*_cut(entries)) if entries else None
 
     async def _read(self, track: Track, start: str, nonce: str) -> list[FeedEntry]:
         """Entries after `start`, which must still be there. Raises `Fork`."""
@@ -267,24 +283,27 @@ class Projector:
             limit = min(_MOST_READ, wanted + 2)
         return entries
 
-    async def _write(self, track: Track, entries: list[FeedEntry]) -> None:
-        batch, rest = _cut(entries)
-        last = entries[-1]
+    async def _write(self, track: Track, following: Next) -> None:
+        batch, rest = following.batch, following.rest
         if rest or _is_enough(batch):
             # There is a backlog: read on while the ledger writes.
-            track.ahead = asyncio.create_task(self._read_on(track, rest, last))
+            track.ahead = asyncio.create_task(self._read_on(track, rest, (rest or batch)[-1]))
         try:
-            done = await self._projection.project(track.queue, self.name, self._lease_ms, track.at, batch)
+            done = await self._projection.project(
+                track.queue, self.name, self._lease_ms, track.at, batch, following.prepared
+            )
         except BaseException:
             track.drop_ahead()
             raise
         self._written(track, batch, done)
         await self._trim(track)
 
-    async def _read_on(self, track: Track, rest: list[FeedEntry], last: FeedEntry) -> list[FeedEntry]:
-        if sum(len(entry.events) for entry in rest) >= ENOUGH_EVENTS:
-            return rest
-        return rest + await self._read(track, last.position, last.nonce)
+    async def _read_on(self, track: Track, rest: list[FeedEntry], last: FeedEntry) -> Next:
+        if sum(len(entry.events) for entry in rest) < ENOUGH_EVENTS:
+            rest = rest + await self._read(track, last.position, last.nonce)
+        batch, after = _cut(rest)
+        prepared = self._projection.prepare(track.queue, batch) if _is_enough(batch) else None
+        return Next(batch, after, prepared)
 
     def _written(self, track: Track, batch: list[FeedEntry], done: Projected) -> None:
         track.at = done.at
@@ -409,7 +428,7 @@ class Projector:
                 return
 
 
-def _look_at(task: asyncio.Task[list[FeedEntry]]) -> None:
+def _look_at(task: asyncio.Task[Next]) -> None:
     """Nobody wants its result any more, nor its error."""
     if not task.cancelled():
         task.exception()

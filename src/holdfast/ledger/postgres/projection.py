@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError, LedgerUnavailable
 from holdfast.ledger.folding import Anomaly, Draft, Folded, Known, Misfit, Name, assume, cleaned, fold, halves
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
+from holdfast.ledger.postgres.copying import event_rows
 from holdfast.ledger.postgres.news import CHANNEL, payload
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 from holdfast.ledger.presence import Presence, wait_moved
@@ -33,7 +34,6 @@ from holdfast.ledger.rows import (
     JOB_COLUMNS,
     anomaly_rows,
     changed_row,
-    event_rows,
     job_row,
     letter_row,
     moved_row,
@@ -215,8 +215,23 @@ class PostgresProjection(Projection):
 
     # Writing ---------------------------------------------------------------------------------------
 
+    def prepare(self, queue: str, entries: Sequence[FeedEntry]) -> Any:
+        try:
+            return _Ready(assume(event for entry in entries for event in entry.events), queue)
+        except Exception as exc:
+            if not _is_refused(exc):
+                raise
+            # `project` will find out the same, and knows what to do.
+            return None
+
     async def project(
-        self, queue: str, projector: str, lease_ms: int, old: Position, entries: Sequence[FeedEntry]
+        self,
+        queue: str,
+        projector: str,
+        lease_ms: int,
+        old: Position,
+        entries: Sequence[FeedEntry],
+        prepared: Any = None,
     ) -> Projected:
         if not old.position:
             await self._store.execute(_FIRST, queue)
@@ -244,8 +259,8 @@ class PostgresProjection(Projection):
             return done
 
         try:
-            folded = assume(events)
-            anomalies, letters = await self._store.transact(partial(write, _Batch(queue).writer(folded)))
+            ready = _Ready(assume(events), queue) if prepared is None else prepared
+            anomalies, letters = await self._store.transact(partial(write, _Batch(queue).writer(ready)))
         except Exception as exc:
             if not _is_refused(exc):
                 raise
@@ -301,15 +316,31 @@ class PostgresProjection(Projection):
         return {keys[place - 1] for (place,) in await self._store.fetch(_PRESENT, queue, tenants, ids)}
 
 
+class _Ready:
+    """A folded batch as the database wants it: rows of new jobs; for each kind of update its jobs and their arrays."""
+
+    def __init__(self, folded: Folded, queue: str) -> None:
+        self.folded = folded
+        self.new = [job_row(draft, queue, _instant) for draft in folded.drafts if draft.creation is not None]
+        kinds: dict[str, list[Draft]] = {}
+        for draft in folded.drafts:
+            if draft.creation is None:
+                kinds.setdefault(_kind(draft), []).append(draft)
+        self.updates = {
+            statement: (drafts, list(zip(*map(_ROWS[statement], drafts), strict=True)))
+            for statement, drafts in kinds.items()
+        }
+
+
 class _Batch:
     """The rows of one batch of one queue, on a connection in a transaction."""
 
     def __init__(self, queue: str) -> None:
         self._queue = queue
 
-    def writer(self, folded: Folded) -> Callable[[Connection], Any]:
+    def writer(self, ready: _Ready) -> Callable[[Connection], Any]:
         """The fast way: raises `Misfit` if a row does not fit."""
-        return lambda connection: self._write(connection, folded)
+        return lambda connection: self._write(connection, ready)
 
     def careful_writer(self, events: list[Event]) -> Callable[[Connection], Any]:
         """The slow way: always comes to an end."""
@@ -319,7 +350,7 @@ class _Batch:
         await connection.execute("SAVEPOINT part")
         try:
             folded = fold(events, await self._look_up(connection, events))
-            done = await self._write(connection, folded)
+            done = await self._write(connection, _Ready(folded, self._queue))
         except Exception as exc:
             if not _is_refused(exc):
                 raise
@@ -347,17 +378,15 @@ class _Batch:
         rows = await connection.fetch(_LOOK_UP, self._queue, [name[0] for name in names], [name[1] for name in names])
         return {names[place - 1]: Known(State(state), last_seq) for place, state, last_seq in rows}
 
-    async def _write(self, connection: Connection, folded: Folded) -> tuple[int, int]:
+    async def _write(self, connection: Connection, ready: _Ready) -> tuple[int, int]:
         """Anomalies and dead letters that were written."""
-        drafts = folded.drafts
-        new = [draft for draft in drafts if draft.creation is not None]
-        if len(new) < len(drafts):
-            await self._update(connection, [draft for draft in drafts if draft.creation is None])
-        if new:
-            rows = [job_row(draft, self._queue, _instant) for draft in new]
-            await connection.copy_records_to_table("jobs", columns=JOB_COLUMNS, records=rows)
-        rows = event_rows(drafts, self._queue, _instant)
-        await connection.copy_records_to_table("job_events", columns=EVENT_COLUMNS, records=rows)
+        folded, drafts = ready.folded, ready.folded.drafts
+        for statement, (some, arrays) in ready.updates.items():
+            await self._update(connection, statement, some, arrays)
+        if ready.new:
+            await connection.copy_records_to_table("jobs", columns=JOB_COLUMNS, records=ready.new)
+        events = event_rows(drafts, self._queue)
+        await connection.copy_to_table("job_events", source=events, columns=EVENT_COLUMNS, format="binary")
         letters = [draft for draft in drafts if draft.letter is not None]
         if letters:
             await self._bury(connection, letters)
@@ -365,17 +394,15 @@ class _Batch:
             await self._note_anomalies(connection, folded.anomalies)
         return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
 
-    async def _update(self, connection: Connection, drafts: Iterable[Draft]) -> None:
-        kinds: dict[str, list[Draft]] = {}
-        for draft in drafts:
-            kinds.setdefault(_kind(draft), []).append(draft)
-        for statement, some in kinds.items():
-            rows = await connection.fetch(statement, self._queue, *zip(*map(_ROWS[statement], some), strict=True))
-            if len(rows) != len(some):
-                raise Misfit(f"{len(some) - len(rows)} of {len(some)} jobs are elsewhere")
-            for place, last_seq in rows:
-                draft = some[place - 1]
-                draft.seq = last_seq - len(draft.events)
+    async def _update(
+        self, connection: Connection, statement: str, drafts: Sequence[Draft], arrays: Sequence[Any]
+    ) -> None:
+        rows = await connection.fetch(statement, self._queue, *arrays)
+        if len(rows) != len(drafts):
+            raise Misfit(f"{len(drafts) - len(rows)} of {len(drafts)} jobs are elsewhere")
+        for place, last_seq in rows:
+            draft = drafts[place - 1]
+            draft.seq = last_seq - len(draft.events)
 
     async def _bury(self, connection: Connection, drafts: Sequence[Draft]) -> None:
         tenants, ids = [draft.tenant_id for draft in drafts], [draft.job_id for draft in drafts]

@@ -177,8 +177,17 @@ class SqliteProjection(Projection):
 
     # Writing ---------------------------------------------------------------------------------------
 
+    def prepare(self, queue: str, entries: Sequence[FeedEntry]) -> Any:
+        return None
+
     async def project(
-        self, queue: str, projector: str, lease_ms: int, old: Position, entries: Sequence[FeedEntry]
+        self,
+        queue: str,
+        projector: str,
+        lease_ms: int,
+        old: Position,
+        entries: Sequence[FeedEntry],
+        prepared: Any = None,
     ) -> Projected:
         events = [cleaned(event) for entry in entries for event in entry.events]
         now_ms, last = self._clock.now_ms(), entries[-1]

@@ -19,6 +19,9 @@ depends_on = None
 #: An instant: whole milliseconds (UTC) where the store has no such type.
 INSTANT: Final = sa.DateTime(timezone=True).with_variant(sa.BigInteger(), "sqlite")
 
+#: Compared byte by byte.
+NAME: Final = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
+
 
 def _only(predicate: str) -> dict[str, Any]:
     """An index on some of the rows."""
@@ -58,19 +61,19 @@ def downgrade() -> None:
 def _create_jobs() -> None:
     op.create_table(
         "jobs",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("job_id", sa.Text(), nullable=False),
-        sa.Column("queue", sa.Text(), nullable=False),
-        sa.Column("job_type", sa.Text(), nullable=False),
-        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("job_id", NAME, nullable=False),
+        sa.Column("queue", NAME, nullable=False),
+        sa.Column("job_type", NAME, nullable=False),
+        sa.Column("state", NAME, nullable=False),
         sa.Column("priority", sa.SmallInteger(), nullable=False),
         sa.Column("attempt", sa.Integer(), server_default="0", nullable=False),
         sa.Column("retry_count", sa.Integer(), server_default="0", nullable=False),
         sa.Column("last_seq", sa.Integer(), nullable=False),
-        sa.Column("idempotency_key", sa.Text(), nullable=False),
-        sa.Column("trace_id", sa.Text(), server_default="", nullable=False),
-        sa.Column("worker", sa.Text()),
-        sa.Column("error_code", sa.Text()),
+        sa.Column("idempotency_key", NAME, nullable=False),
+        sa.Column("trace_id", NAME, server_default="", nullable=False),
+        sa.Column("worker", NAME),
+        sa.Column("error_code", NAME),
         sa.Column("last_error", sa.Text()),
         sa.Column("error_message", sa.Text()),
         sa.Column("payload", sa.Text(), nullable=False),
@@ -79,7 +82,7 @@ def _create_jobs() -> None:
         sa.Column("meta", sa.Text()),
         sa.Column("run_at", INSTANT),
         sa.Column("next_retry_at", INSTANT),
-        sa.Column("dlq_id", sa.Text()),
+        sa.Column("dlq_id", NAME),
         sa.Column("created_at", INSTANT, nullable=False),
         sa.Column("updated_at", INSTANT, nullable=False),
         sa.Column("finished_at", INSTANT),
@@ -99,11 +102,11 @@ def _create_jobs() -> None:
     )
     op.create_index(op.f("jobs_by_key"), "jobs", ["tenant_id", "idempotency_key"], **_only("idempotency_key <> job_id"))
     op.create_index(
-        op.f("jobs_by_state"), "jobs", ["tenant_id", "state", "created_at", "job_id"], **_only("state <> 'succeeded'")
+        op.f("jobs_by_state"), "jobs", ["tenant_id", "state", "created_at"], **_only("state <> 'succeeded'")
     )
-    op.create_index(op.f("jobs_by_time"), "jobs", ["tenant_id", "created_at", "job_id"])
+    op.create_index(op.f("jobs_by_time"), "jobs", ["tenant_id", "created_at"])
     op.create_index(op.f("jobs_by_trace"), "jobs", ["tenant_id", "trace_id"], **_only("trace_id <> ''"))
-    op.create_index(op.f("jobs_by_type"), "jobs", ["tenant_id", "job_type", "created_at", "job_id"])
+    op.create_index(op.f("jobs_by_type"), "jobs", ["tenant_id", "job_type", "created_at"])
     op.create_index(
         op.f("jobs_with_error"), "jobs", ["tenant_id", "created_at", "job_id"], **_only("last_error IS NOT NULL")
     )
@@ -112,16 +115,16 @@ def _create_jobs() -> None:
 def _create_job_events() -> None:
     op.create_table(
         "job_events",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("job_id", sa.Text(), nullable=False),
-        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("job_id", NAME, nullable=False),
+        sa.Column("queue", NAME, nullable=False),
         sa.Column("seq", sa.Integer(), nullable=False),
-        sa.Column("type", sa.Text(), nullable=False),
-        sa.Column("from_state", sa.Text()),
-        sa.Column("to_state", sa.Text()),
+        sa.Column("type", NAME, nullable=False),
+        sa.Column("from_state", NAME),
+        sa.Column("to_state", NAME),
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("retry_count", sa.Integer(), nullable=False),
-        sa.Column("worker", sa.Text()),
+        sa.Column("worker", NAME),
         sa.Column("message", sa.Text()),
         sa.Column("data", sa.Text()),
         sa.Column("at", INSTANT, nullable=False),
@@ -133,20 +136,20 @@ def _create_job_events() -> None:
 def _create_dlq_items() -> None:
     op.create_table(
         "dlq_items",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("dlq_id", sa.Text(), nullable=False),
-        sa.Column("job_id", sa.Text(), nullable=False),
-        sa.Column("queue", sa.Text(), nullable=False),
-        sa.Column("job_type", sa.Text(), nullable=False),
-        sa.Column("trace_id", sa.Text(), server_default="", nullable=False),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("dlq_id", NAME, nullable=False),
+        sa.Column("job_id", NAME, nullable=False),
+        sa.Column("queue", NAME, nullable=False),
+        sa.Column("job_type", NAME, nullable=False),
+        sa.Column("trace_id", NAME, server_default="", nullable=False),
         sa.Column("payload", sa.Text(), nullable=False),
-        sa.Column("error_code", sa.Text(), nullable=False),
+        sa.Column("error_code", NAME, nullable=False),
         sa.Column("error", sa.Text(), nullable=False),
         sa.Column("stack", sa.Text(), server_default="", nullable=False),
         sa.Column("retry_count", sa.Integer(), nullable=False),
         sa.Column("history", sa.Text(), nullable=False),
         sa.Column("failed_at", INSTANT, nullable=False),
-        sa.Column("status", sa.Text(), server_default="open", nullable=False),
+        sa.Column("status", NAME, server_default="open", nullable=False),
         sa.Column("requested_by", sa.Text()),
         sa.Column("confirmed_by", sa.Text()),
         sa.Column("reason", sa.Text()),
@@ -165,19 +168,19 @@ def _create_dlq_items() -> None:
 def _create_idempotency_keys() -> None:
     op.create_table(
         "idempotency_keys",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("key", sa.Text(), nullable=False),
-        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("key", NAME, nullable=False),
+        sa.Column("state", NAME, nullable=False),
         sa.Column("value", sa.Text()),
         sa.Column("created_at", INSTANT, nullable=False),
         sa.Column("expires_at", INSTANT),
-        sa.Column("function", sa.Text(), nullable=False),
-        sa.Column("fingerprint", sa.Text(), nullable=False),
-        sa.Column("token", sa.Text(), nullable=False),
-        sa.Column("queue", sa.Text(), nullable=False),
-        sa.Column("job_id", sa.Text(), nullable=False),
+        sa.Column("function", NAME, nullable=False),
+        sa.Column("fingerprint", NAME, nullable=False),
+        sa.Column("token", NAME, nullable=False),
+        sa.Column("queue", NAME, nullable=False),
+        sa.Column("job_id", NAME, nullable=False),
         sa.Column("attempt", sa.Integer(), nullable=False),
-        sa.Column("worker", sa.Text(), nullable=False),
+        sa.Column("worker", NAME, nullable=False),
         sa.Column("updated_at", INSTANT, nullable=False),
         sa.Column("reason", sa.Text()),
         sa.CheckConstraint("(state = 'done') = (value IS NOT NULL)", name=op.f("idempotency_keys_result")),
@@ -199,11 +202,11 @@ def _create_idempotency_keys() -> None:
 def _create_job_steps() -> None:
     op.create_table(
         "job_steps",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("job_id", sa.Text(), nullable=False),
-        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("job_id", NAME, nullable=False),
+        sa.Column("queue", NAME, nullable=False),
         sa.Column("position", sa.Integer(), nullable=False),
-        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("name", NAME, nullable=False),
         sa.Column("result", sa.Text(), nullable=False),
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("at", INSTANT, nullable=False),
@@ -215,12 +218,12 @@ def _create_job_steps() -> None:
 def _create_approvals() -> None:
     op.create_table(
         "approvals",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("approval_id", sa.Text(), nullable=False),
-        sa.Column("job_id", sa.Text(), nullable=False),
-        sa.Column("queue", sa.Text(), nullable=False),
-        sa.Column("status", sa.Text(), server_default="requested", nullable=False),
-        sa.Column("payload_hash", sa.Text(), nullable=False),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("approval_id", NAME, nullable=False),
+        sa.Column("job_id", NAME, nullable=False),
+        sa.Column("queue", NAME, nullable=False),
+        sa.Column("status", NAME, server_default="requested", nullable=False),
+        sa.Column("payload_hash", NAME, nullable=False),
         sa.Column("policy", sa.Text()),
         sa.Column("reason", sa.Text()),
         sa.Column("requested_by", sa.Text(), nullable=False),
@@ -241,14 +244,14 @@ def _create_approvals() -> None:
 def _create_outbox_events() -> None:
     op.create_table(
         "outbox_events",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("id", sa.Text(), nullable=False),
-        sa.Column("destination", sa.Text(), nullable=False),
-        sa.Column("topic", sa.Text(), nullable=False),
-        sa.Column("key", sa.Text()),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("id", NAME, nullable=False),
+        sa.Column("destination", NAME, nullable=False),
+        sa.Column("topic", NAME, nullable=False),
+        sa.Column("key", NAME),
         sa.Column("payload", sa.Text(), nullable=False),
         sa.Column("headers", sa.Text()),
-        sa.Column("status", sa.Text(), server_default="NEW", nullable=False),
+        sa.Column("status", NAME, server_default="NEW", nullable=False),
         sa.Column("attempt_count", sa.Integer(), server_default="0", nullable=False),
         sa.Column("next_retry_at", INSTANT),
         sa.Column("last_error", sa.Text()),
@@ -263,19 +266,19 @@ def _create_outbox_events() -> None:
 def _create_queue_executions() -> None:
     op.create_table(
         "queue_executions",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("id", sa.Text(), nullable=False),
-        sa.Column("message_id", sa.Text(), nullable=False),
-        sa.Column("queue_name", sa.Text(), nullable=False),
-        sa.Column("event_name", sa.Text()),
-        sa.Column("status", sa.Text(), nullable=False),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("id", NAME, nullable=False),
+        sa.Column("message_id", NAME, nullable=False),
+        sa.Column("queue_name", NAME, nullable=False),
+        sa.Column("event_name", NAME),
+        sa.Column("status", NAME, nullable=False),
         sa.Column("started_at", INSTANT, nullable=False),
         sa.Column("completed_at", INSTANT),
         sa.Column("duration_ms", sa.Integer()),
-        sa.Column("agent_run_id", sa.Text()),
+        sa.Column("agent_run_id", NAME),
         sa.Column("error_message", sa.Text()),
         sa.Column("retry_count", sa.Integer(), server_default="0", nullable=False),
-        sa.Column("trace_id", sa.Text(), server_default="", nullable=False),
+        sa.Column("trace_id", NAME, server_default="", nullable=False),
         sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("queue_executions_pk")),
     )
     op.create_index(op.f("queue_executions_by_message"), "queue_executions", ["tenant_id", "message_id"])
@@ -285,7 +288,7 @@ def _create_ledger_owner() -> None:
     op.create_table(
         "ledger_owner",
         sa.Column("id", sa.SmallInteger(), autoincrement=False, nullable=False),
-        sa.Column("namespace", sa.Text(), nullable=False),
+        sa.Column("namespace", NAME, nullable=False),
         sa.Column("since", INSTANT, nullable=False),
         sa.CheckConstraint("id = 1", name=op.f("ledger_owner_one")),
         sa.PrimaryKeyConstraint("id", name=op.f("ledger_owner_pk")),
@@ -295,10 +298,10 @@ def _create_ledger_owner() -> None:
 def _create_feed_positions() -> None:
     op.create_table(
         "feed_positions",
-        sa.Column("feed", sa.Text(), nullable=False),
-        sa.Column("position", sa.Text(), nullable=False),
-        sa.Column("nonce", sa.Text(), nullable=False),
-        sa.Column("projector", sa.Text()),
+        sa.Column("feed", NAME, nullable=False),
+        sa.Column("position", NAME, nullable=False),
+        sa.Column("nonce", NAME, nullable=False),
+        sa.Column("projector", NAME),
         sa.Column("until", INSTANT),
         sa.Column("updated_at", INSTANT, nullable=False),
         sa.PrimaryKeyConstraint("feed", name=op.f("feed_positions_pk")),
@@ -308,9 +311,9 @@ def _create_feed_positions() -> None:
 def _create_feed_entries() -> None:
     op.create_table(
         "feed_entries",
-        sa.Column("feed", sa.Text(), nullable=False),
-        sa.Column("position", sa.Text(), nullable=False),
-        sa.Column("nonce", sa.Text(), nullable=False),
+        sa.Column("feed", NAME, nullable=False),
+        sa.Column("position", NAME, nullable=False),
+        sa.Column("nonce", NAME, nullable=False),
         sa.Column("at", INSTANT, nullable=False),
         sa.PrimaryKeyConstraint("feed", "position", "nonce", name=op.f("feed_entries_pk")),
     )
@@ -320,10 +323,10 @@ def _create_feed_entries() -> None:
 def _create_anomalies() -> None:
     op.create_table(
         "anomalies",
-        sa.Column("tenant_id", sa.Text(), server_default="default", nullable=False),
-        sa.Column("id", sa.Text(), nullable=False),
-        sa.Column("job_id", sa.Text(), nullable=False),
-        sa.Column("queue", sa.Text(), nullable=False),
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("id", NAME, nullable=False),
+        sa.Column("job_id", NAME, nullable=False),
+        sa.Column("queue", NAME, nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("event", sa.Text(), nullable=False),
         sa.Column("at", INSTANT, nullable=False),
