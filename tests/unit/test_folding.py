@@ -144,7 +144,7 @@ def test_both_ways_agree_on_what_fits(feed: Feed) -> None:
     fast, slow = assume(events), fold(events, known)
     assert slow.anomalies == []
     for one, other in zip(fast.drafts, slow.drafts, strict=True):
-        fields = [name for name in Draft.__slots__ if name != "seq"]
+        fields = [name for name in Draft.__struct_fields__ if name != "seq"]
         assert [getattr(one, name) for name in fields] == [getattr(other, name) for name in fields]
 
 
