@@ -29,13 +29,13 @@ FIELD: Final = (
         PROCRASTINATE,
         "benchmarks.peers.with_procrastinate",
         "SELECT count(*) FROM procrastinate_jobs WHERE status <> 'succeeded'",
-        share=0.1,
+        share=0.05,
     ),
     Peer(
         "dbos",
         DBOS,
         "benchmarks.peers.with_dbos",
         "SELECT count(*) FROM dbos.workflow_status WHERE status <> 'SUCCESS'",
-        share=0.1,
+        share=0.05,
     ),
 )

@@ -59,14 +59,15 @@ class Submitting(Producer):
         await self._pay.submit_many((number,) for number in range(jobs))
         return {}
 
-    async def lives(self, jobs: int, part: int) -> Answer:
-        """Whole lives of jobs on the feed: `part` of them are created, then claimed, then settled."""
-        for start in range(0, jobs, part):
-            count = min(part, jobs - start)
+    async def lives(self, jobs: int, created: int, run: int) -> Answer:
+        """Whole lives of jobs on the feed: so many are created at a time, and of these so many claimed and settled."""
+        for start in range(0, jobs, created):
+            count = min(created, jobs - start)
             await self._noop.submit_many((ARGUMENT,) for _ in range(count))
-            claims = await self._claim(count)
-            for first in range(0, count, MAX_BATCH):
-                await self._settle(claims[first : first + MAX_BATCH])
+            for begun in range(0, count, run):
+                claims = await self._claim(min(run, count - begun))
+                for first in range(0, len(claims), MAX_BATCH):
+                    await self._settle(claims[first : first + MAX_BATCH])
         await self._engine.leave("bench", [_QUEUE])
         return {}
 

@@ -83,7 +83,7 @@ class Audited(Stage):
         return ours + [Probe(peer.side, partial(self._run_peer, peer)) for peer in self._peers]
 
     def _run_ours(self, name: str, apart: bool, round_number: int) -> str:
-        hall, audit, jobs = self._hall, self._audit, self._hall.options.jobs
+        hall, audit, jobs = self._hall, self._audit, self._hall.options.feed_jobs
         audit.reset()
         side, base = audit.side(name, NO_UPKEEP if apart else ""), audit.database.used_bytes()
         fill(side, jobs)
@@ -111,7 +111,7 @@ class Audited(Stage):
 
     def _run_peer(self, peer: Peer, round_number: int) -> str:
         hall = self._hall
-        jobs = max(1, round(hall.options.jobs * peer.share))
+        jobs = max(1, round(hall.options.feed_jobs * peer.share))
         database = hall.postgres.database(f"peer_{peer.name}")
         database.reset()
         side = Contestant(peer.side, peer.module, database, hall.scratch, python=str(venv.PYTHON))

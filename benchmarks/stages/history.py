@@ -15,6 +15,7 @@ from benchmarks.audit import Audit
 from benchmarks.model import Measure
 from benchmarks.stages.projector import fill_feed, project
 from benchmarks.stages.stage import Hall, Probe, Stage
+from holdfast.engine.port import MAX_BATCH
 
 EMPTY: Final = "empty ledger"
 #: Else the reconciler would find that the engine has lost them, and put them back.
@@ -66,7 +67,7 @@ class History(Stage):
                 audit.database.rows(statement)
             hall.postgres.execute("CHECKPOINT")
         before = audit.count()
-        fill_feed(audit, jobs, jobs)
+        fill_feed(audit, jobs, jobs, MAX_BATCH)
         spent = project(hall, audit)
         audit.check(jobs, before)
         add, us = hall.results.add, 1e6 / jobs

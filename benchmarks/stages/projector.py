@@ -1,7 +1,8 @@
 """The projector alone: a prepared feed into an empty ledger, by `holdfast upkeep` without any worker.
 
-Lives that are spread over the feed (all jobs created, then all claimed, then all settled) are the hard case: every
-job's row is written in one batch and changed in another. The yardstick, if one is named, writes whole lives only.
+Three feeds: lives in one piece; a backlog (all jobs are created first, then claimed and settled 500 at a time, as when a
+queue is drained), so that each job's row is written in one batch and changed in another; and, the hard case, lives that
+are spread out (all created, then all claimed, then all settled), so that it is changed in two. The yardstick, if one is named, writes whole lives only.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from benchmarks.children import ANSWER_WITHIN_S, ProbeFailed
 from benchmarks.model import SKETCH, Measure
 from benchmarks.stages.stage import Hall, Probe, Stage
 
-SPREAD: Final = "holdfast · lives spread out"
 WHOLE: Final = "holdfast · lives in one piece"
-_WHOLE_PART: Final = 500
+BACKLOG: Final = "holdfast · created before"
+SPREAD: Final = "holdfast · lives spread out"
+_PART: Final = 500
 #: A lease must outlive the preparation.
 _LEASE_S: Final = 3_600
 _RATE: Final = re.compile(r"([\d,.]+) jobs/s")
@@ -53,17 +55,18 @@ class Projector(Stage):
         hall = self._hall
         jobs, sketch = hall.options.feed_jobs, hall.options.ledger_sketch
         probes = [
-            Probe(SPREAD, partial(self._run, SPREAD, jobs)),
-            Probe(WHOLE, partial(self._run, WHOLE, _WHOLE_PART)),
+            Probe(WHOLE, partial(self._run, WHOLE, _PART, _PART)),
+            Probe(BACKLOG, partial(self._run, BACKLOG, jobs, _PART)),
+            Probe(SPREAD, partial(self._run, SPREAD, jobs, jobs)),
         ]
         if sketch is not None:
             probes.append(Probe(SKETCH, partial(self._run_sketch, sketch)))
         return probes
 
-    def _run(self, side: str, part: int, round_number: int) -> str:
+    def _run(self, side: str, created: int, run: int, round_number: int) -> str:
         jobs = self._hall.options.feed_jobs
         self._audit.reset()
-        fill_feed(self._audit, jobs, part)
+        fill_feed(self._audit, jobs, created, run)
         spent = project(self._hall, self._audit)
         self._audit.check(jobs)
         add = self._hall.results.add
@@ -93,10 +96,10 @@ class Projected:
         return f"{jobs / self.seconds:,.0f} /s · CPU {parts} µs/job"
 
 
-def fill_feed(audit: Audit, jobs: int, part: int) -> None:
-    """A feed of whole lives; `part` jobs at a time are created, claimed and settled."""
+def fill_feed(audit: Audit, jobs: int, created: int, run: int) -> None:
+    """A feed of whole lives; so many jobs are created at a time, and of these so many claimed and settled."""
     with audit.side("", visibility_timeout_s=_LEASE_S).producer() as producer:
-        producer.call("lives", jobs=jobs, part=part)
+        producer.call("lives", jobs=jobs, created=created, run=run)
 
 
 def project(hall: Hall, audit: Audit) -> Projected:
