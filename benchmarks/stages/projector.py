@@ -1,8 +1,9 @@
 """The projector alone: a prepared feed into an empty ledger, by `holdfast upkeep` without any worker.
 
-Three feeds: lives in one piece; a backlog (all jobs are created first, then claimed and settled 500 at a time, as when a
-queue is drained), so that each job's row is written in one batch and changed in another; and, the hard case, lives that
-are spread out (all created, then all claimed, then all settled), so that it is changed in two. The yardstick, if one is named, writes whole lives only.
+Three feeds: lives in one piece; a backlog (all jobs are created first, then claimed and settled 500 at a time, as when
+a queue is drained), so that each job's row is written in one batch and changed in another; and, the hard case, lives
+that are spread out (all created, then all claimed, then all settled), so that it is changed in two. The yardstick, if
+one is named, writes whole lives only.
 """
 
 from __future__ import annotations
