@@ -11,7 +11,7 @@ from typing import Any
 import typer.main
 
 from holdfast.cli.exits import ExitCode
-from holdfast.cli.main import app
+from holdfast.cli.program import app
 
 
 def exit_codes() -> str:

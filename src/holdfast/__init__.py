@@ -5,18 +5,24 @@ between releases.
 Errors to catch are in `holdfast.errors`.
 """
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from holdfast import errors
 from holdfast._version import __version__
-from holdfast.app import Holdfast
-from holdfast.core.job import Priority
-from holdfast.core.retry import Retry
-from holdfast.core.states import State
 from holdfast.errors import Fatal, Unavailable
-from holdfast.handle import Job
-from holdfast.settings import Settings
-from holdfast.task import Task
-from holdfast.worker.context import Context
-from holdfast.worker.worker import Worker
+
+if _TYPE_CHECKING:
+    from holdfast.app import Holdfast
+    from holdfast.core.job import Priority
+    from holdfast.core.retry import Retry
+    from holdfast.core.states import State
+    from holdfast.handle import Job
+    from holdfast.settings import Settings
+    from holdfast.task import Task
+    from holdfast.worker.context import Context
+    from holdfast.worker.worker import Worker
 
 __all__ = [
     "Context",
@@ -33,3 +39,28 @@ __all__ = [
     "__version__",
     "errors",
 ]
+
+#: Where the others are. Loaded when they are first used, so that the program can say its version at once.
+_HOMES = {
+    "Context": "holdfast.worker.context",
+    "Holdfast": "holdfast.app",
+    "Job": "holdfast.handle",
+    "Priority": "holdfast.core.job",
+    "Retry": "holdfast.core.retry",
+    "Settings": "holdfast.settings",
+    "State": "holdfast.core.states",
+    "Task": "holdfast.task",
+    "Worker": "holdfast.worker.worker",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -12,6 +12,7 @@
     ├─ TransitionInvalid        the state table does not know that move
     ├─ StaleLease               someone else owns the job now
     ├─ SchemaMismatch           the ledger's tables are of another release; run `holdfast migrate up`
+    ├─ RunOver                  this run has ended from outside; it may begin no effect and no step any more
     ├─ EffectInDoubt            nobody knows whether an effect happened; a person decides
     ├─ StepMismatch             a job's recorded steps are not the ones its code takes now
     ├─ JobFailed                the job a caller waits for ended without a result
@@ -34,6 +35,7 @@ Messages say what to do next; ids are attributes, so that nobody has to parse a 
 
 from __future__ import annotations
 
+import shlex
 from datetime import timedelta
 
 
@@ -151,26 +153,47 @@ class SchemaMismatch(HoldfastError):
 
     code = "SCHEMA_MISMATCH"
 
-    def __init__(self, where: str, found: str | None, wanted: str) -> None:
+    def __init__(self, where: str, found: str | None, wanted: str, advice: str = "") -> None:
         state = f"is at version {found}" if found else "has no tables of holdfast yet"
-        # Versions are numbers of equal length.
-        advice = "upgrade holdfast here" if found and found > wanted else "run `holdfast migrate up`"
+        if not advice:
+            # Versions are numbers of equal length.
+            advice = "upgrade holdfast here" if found and found > wanted else "run `holdfast migrate up`"
         super().__init__(f"the ledger {where} {state}, this release needs {wanted}; {advice}")
         self.found = found
         self.wanted = wanted
+
+
+class RunOver(HoldfastError):
+    """This run has timed out, was cancelled or has lost its lease: it may begin no effect and no step any more."""
+
+    code = "RUN_OVER"
+
+    def __init__(self, job_id: str, what: str) -> None:
+        super().__init__(
+            f"{what} was refused: this run of job {job_id} is over (it ran out of time, was cancelled, lost its lease, "
+            "or its worker drains), and nothing was done; a function that may run long looks at ctx.cancelled"
+        )
+        self.job_id = job_id
 
 
 class EffectInDoubt(HoldfastError):
     """An effect was begun and its end is unknown. The job is suspended until a person decides."""
 
     code = "EFFECT_IN_DOUBT"
+    #: What follows in a message is what to do, not what happened.
+    ADVICE = "; look, then `"
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(
-            f"nobody knows whether the effect {key!r} happened: {why}; look, then "
-            f"`holdfast effects resolve {key} --done RESULT` or `--not-done`, and resume the job"
+            f"nobody knows whether {self.named(key)}: {why}{self.ADVICE}"
+            f"holdfast effects resolve {shlex.quote(key)} --done RESULT` or `--not-done`, which resumes the job"
         )
         self.key = key
+
+    @staticmethod
+    def named(key: str) -> str:
+        """The words of the message by which a job that waits for this key is known."""
+        return f"the effect {key!r} happened"
 
 
 class StepMismatch(HoldfastError):

@@ -66,6 +66,9 @@ async def _wait(projection: Projection, queue: str, end: Survey, deadline: float
         try:
             # The position is read before the entry is looked for: a move in between ends the wait at once.
             at = await projection.position(queue)
+            if (at.position, at.nonce) == (end.position, end.nonce):
+                # An entry that tells of nothing is not kept, only passed.
+                return
             if end.position in await projection.written(queue, [last]):
                 return
             if left_ms <= 0:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from holdfast.core.backoff import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
 from holdfast.submitter import Submitter
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("holdfast.submit")
 _ledger_log: Final = logging.getLogger("holdfast.ledger")
+
+#: How long a first submission waits for a ledger that does not answer, and how long who asks for it to be opened.
+_SUBMIT_PATIENCE_S: Final = 1.0
+_OPEN_PATIENCE_S: Final = 3.0
 
 
 class Link:
@@ -36,31 +41,67 @@ class Link:
         self.submitter: Submitter | None = None
         self._durable_timeout_s = durable_timeout_s
         self._opening = asyncio.Lock()
+        #: Opens the ledger; submission does not wait for it for long.
+        self._looking: asyncio.Task[None] | None = None
 
-    async def open(self) -> Submitter:
+    async def open(self, patience_s: float = _SUBMIT_PATIENCE_S) -> Submitter:
         async with self._opening:
             if self.submitter is None:
                 await self.engine.open()
-                await self._open_ledger()
+                await self._open_ledger(patience_s)
                 self.submitter = Submitter(self.engine, self.ledger, durable_timeout_s=self._durable_timeout_s)
             return self.submitter
 
     async def close(self) -> None:
         try:
+            if self._looking is not None:
+                self._looking.cancel()
+                await asyncio.wait({self._looking})
+            if self.submitter is not None:
+                await self.submitter.close()
             await self.engine.close()
         finally:
             if self.ledger is not None:
                 await self.ledger.close()
 
-    async def _open_ledger(self) -> None:
-        """A ledger that is down stops nothing (requirement L3): it is looked at when it is first reached. One that is
-        there and wrong must not be worked with."""
+    async def _open_ledger(self, patience_s: float) -> None:
+        """A ledger that is down stops nothing (requirement L3), nor does waiting for it: it is looked at as soon as it
+        answers. One that is there and wrong must not be worked with; if it is late to say so, the log does."""
         if self.ledger is None:
             return
+        if self._looking is not None:
+            self._looking.cancel()
+        first: asyncio.Future[Exception | None] = self.loop.create_future()
+        self._looking = asyncio.create_task(_look(self.ledger, first), name="holdfast-ledger-opening")
         try:
-            await self.ledger.open()
-        except LedgerUnavailable as exc:
-            _ledger_log.warning("going on without the ledger, the feed waits for it: %s", exc)
+            await asyncio.wait({first}, timeout=patience_s)
+        finally:
+            late = first.cancel()
+        error = None if late else first.result()
+        if late:
+            _ledger_log.warning("going on without the ledger, which has not answered for %g s", patience_s)
+        elif isinstance(error, LedgerUnavailable):
+            _ledger_log.warning("going on without the ledger, the feed waits for it: %s", error)
+        elif error is not None:
+            raise error
+
+
+async def _look(ledger: Ledger, first: asyncio.Future[Exception | None]) -> None:
+    """Open the ledger, however long that takes. The outcome of the first try is handed over if it is still wanted."""
+    backoff = Backoff()
+    while True:
+        error: Exception | None = None
+        try:
+            await ledger.open()
+        except Exception as exc:  # noqa: BLE001 - handed over, or told
+            error = exc
+        if not first.done():
+            first.set_result(error)
+        elif error is not None and not isinstance(error, LedgerUnavailable):
+            _ledger_log.critical("the ledger cannot be worked with, the feed waits until it is put right: %s", error)
+        if not isinstance(error, LedgerUnavailable):
+            return
+        await asyncio.sleep(backoff.next_s())
 
 
 class Links:
@@ -102,7 +143,7 @@ class Links:
 
     async def open(self) -> None:
         """Open the engine of this loop, and its ledger if that can be reached. Safe to call twice."""
-        await self._link(asyncio.get_running_loop()).open()
+        await self._link(asyncio.get_running_loop()).open(_OPEN_PATIENCE_S)
 
     async def desk(self) -> Submitter:
         """The desk of this loop, opened if need be."""

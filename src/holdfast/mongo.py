@@ -63,13 +63,12 @@ _indexed: WeakKeyDictionary[AsyncMongoClient[Any], set[str]] = WeakKeyDictionary
 async def upsert_once(
     collection: AsyncCollection[Any], key: str, document: Mapping[str, Any], *, tenant_id: str = DEFAULT_TENANT
 ) -> Document:
-    """Insert the document under the key, or leave the one that is there; returns what is stored.
+    """Insert the document under the key, or leave the one that is there; returns what is stored, with its `_id`.
 
     `tenant_id` and `idempotency_key` are added to it, with a unique index over both. However many callers come, at the
     same time or later, one document is inserted and all of them get that one.
     """
-    if not key:
-        raise UsageError(f"the idempotency key must be a text that is not empty, got {key!r}")
+    _check_key(key)
     names = {"tenant_id": tenant_id, "idempotency_key": key}
     fresh = _without_names(document, names)
     with outages():
@@ -120,11 +119,19 @@ def outages() -> Iterator[None]:
 
 
 async def _ensure_index(collection: AsyncCollection[Any]) -> None:
-    """Once for each collection and client: the index is what makes a key unique."""
+    """Once for each collection and client: the index is what makes a key unique.
+
+    A collection that is dropped while a worker runs loses it until the worker is started again.
+    """
     known = _indexed.setdefault(collection.database.client, set())
     if collection.full_name not in known:
         await collection.create_index(_INDEX, unique=True, name=_INDEX_NAME)
         known.add(collection.full_name)
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, str) or not key:
+        raise UsageError(f"the idempotency key must be a text that is not empty, got {key!r}")
 
 
 def _without_names(document: Mapping[str, Any], names: Mapping[str, str]) -> Document:

@@ -13,9 +13,11 @@ from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, EMPTY_META, Envelop
 from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.errors import InvalidOption
 
-_NAME_LIMIT: Final = 200
-_KEY_LIMIT: Final = 1_000
+#: In bytes of UTF-8: all of a job's names together must fit a row of an index, which has 2,704 bytes on PostgreSQL.
+NAME_LIMIT: Final = 200
+KEY_LIMIT: Final = 1_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LATEST_MS: Final = to_ms(datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC) - _EPOCH)
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -98,12 +100,18 @@ def check_name(name: object, what: str) -> str:
     """A name for a queue, a task or a tenant: it becomes part of keys, so it must be short and plain."""
     if not isinstance(name, str) or not name:
         raise InvalidOption(f"{what} must be a name that is not empty, got {name!r}")
-    if len(name) > _NAME_LIMIT:
-        raise InvalidOption(f"{what} has {len(name)} characters, the limit is {_NAME_LIMIT}")
     # Braces would move a queue's keys to another slot of a Redis Cluster.
     if not name.isprintable() or any(character in " {}" for character in name):
         raise InvalidOption(f"{what} {name!r} must have no blanks, braces or control characters")
+    check_length(name, NAME_LIMIT, what)
     return name
+
+
+def check_length(text: str, limit: int, what: str) -> None:
+    """Raises `InvalidOption` for a text of more bytes than a ledger can look up."""
+    size = len(text.encode())
+    if size > limit:
+        raise InvalidOption(f"{what} has {size} bytes of UTF-8, the limit is {limit}")
 
 
 def parse_priority(value: object) -> Priority:
@@ -129,10 +137,9 @@ def _text(text: object, what: str) -> str:
         return ""
     if not isinstance(text, str) or not text:
         raise InvalidOption(f"{what} must be a text that is not empty, got {text!r}")
-    if len(text) > _KEY_LIMIT:
-        raise InvalidOption(f"{what} has {len(text)} characters, the limit is {_KEY_LIMIT}")
     if "\x00" in text or not _is_unicode(text):
         raise InvalidOption(f"{what} {text!r} must have no zero bytes and no half characters (lone surrogates)")
+    check_length(text, KEY_LIMIT, what)
     return text
 
 
@@ -150,7 +157,10 @@ def _instant_ms(run_at: object) -> int:
     if run_at.tzinfo is None or run_at.utcoffset() is None:
         raise InvalidOption(f"run_at must be aware: {run_at!r} has no time zone, add tzinfo=UTC (or your own)")
     # Zero would mean "now": an instant before 1970 is as good as any other in the past.
-    return max(1, to_ms(run_at - _EPOCH))
+    run_at_ms = max(1, to_ms(run_at - _EPOCH))
+    if run_at_ms > _LATEST_MS:
+        raise InvalidOption(f"run_at={run_at.isoformat()} is after the year 9999 in UTC")
+    return run_at_ms
 
 
 def _context(context: object, limit: int) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -91,8 +92,7 @@ class Settings(BaseSettings):
         try:
             return cls(**given)
         except ValidationError as exc:
-            lines = [f"{'.'.join(map(str, error['loc'])) or 'settings'}: {error['msg']}" for error in exc.errors()]
-            raise InvalidOption("settings: " + "; ".join(lines)) from exc
+            raise InvalidOption("settings: " + "; ".join(map(_named, exc.errors()))) from exc
 
     @classmethod
     def settings_customise_sources(
@@ -128,14 +128,18 @@ class Settings(BaseSettings):
     def _retention_covers_the_window(self) -> Self:
         if self.retention_days * _DAY_S < self.idempotency_window_s:
             raise ValueError(
-                "retention_days must not be shorter than idempotency_window_s: after a wipe the ledger knows the keys"
+                "retention_days (HOLDFAST_RETENTION_DAYS) must not be shorter than idempotency_window_s "
+                "(HOLDFAST_IDEMPOTENCY_WINDOW_S): after a wipe the ledger knows the keys"
             )
         return self
 
     @model_validator(mode="after")
     def _heartbeat_within_lease(self) -> Self:
         if self.heartbeat_interval_s * 2 > self.visibility_timeout_s:
-            raise ValueError("heartbeat_interval_s must be at most half of visibility_timeout_s, or leases are lost")
+            raise ValueError(
+                "heartbeat_interval_s (HOLDFAST_HEARTBEAT_INTERVAL_S) must be at most half of visibility_timeout_s "
+                "(HOLDFAST_VISIBILITY_TIMEOUT_S), or leases are lost"
+            )
         return self
 
     @property
@@ -166,6 +170,17 @@ class Settings(BaseSettings):
             feed_limit=self.feed_limit,
             feed_max_bytes=self.feed_max_bytes,
         )
+
+
+def _named(error: ErrorDetails) -> str:
+    """A mistake, by the setting's name and its variable."""
+    said = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        # Of several settings, which it names itself.
+        return said
+    name = str(error["loc"][0])
+    place = ".".join(map(str, error["loc"]))
+    return f"{place} (HOLDFAST_{name.upper()}): {said}" if name in Settings.model_fields else f"{place}: {said}"
 
 
 def _same_file(url: str, other: str) -> bool:

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
@@ -33,7 +33,7 @@ from holdfast.errors import (
     NotDurableYet,
 )
 from holdfast.ledger.keys import JobKey
-from holdfast.upkeep.admission import admit
+from holdfast.upkeep.admission import Patience, admit
 
 if TYPE_CHECKING:
     # Its queries load SQLAlchemy, which an app without a ledger does not need.
@@ -72,13 +72,29 @@ class Submitter(Desk):
         self._engine = engine
         self._ledger = ledger
         self._durable_timeout_s = durable_timeout_s
+        #: Told of every durable submission that the engine has taken and that now waits for the ledger.
+        self.on_accepted: Callable[[Receipt], None] = lambda _: None
         #: Refills on their way, one per queue.
         self._refills: dict[str, asyncio.Task[int]] = {}
+        self._patience = Patience()
         self._waits: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, deque[_Waiting]] = {}
         self._calls: set[asyncio.Task[None]] = set()
+        self._bulk_calls: set[asyncio.Task[list[Receipt]]] = set()
         self._scheduled = False
+
+    async def close(self) -> None:
+        """Whoever still waits is cancelled; what is on its way to the engine may be accepted all the same."""
+        for line in self._waiting.values():
+            for _, future in line:
+                future.cancel()
+        self._waiting.clear()
+        tasks = [*self._calls, *self._bulk_calls, *self._waits, *self._refills.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._patience.close()
 
     async def submit(self, envelope: Envelope) -> Receipt:
         """Accepted once this returns. The submission goes through even if the caller is cancelled meanwhile.
@@ -103,7 +119,10 @@ class Submitter(Desk):
         calls: deque[asyncio.Task[list[Receipt]]] = deque()
         try:
             while batch := list(islice(source, MAX_BATCH)):
-                calls.append(self._loop.create_task(self._call_durably(batch)))
+                call = self._loop.create_task(self._call_durably(batch))
+                calls.append(call)
+                self._bulk_calls.add(call)
+                call.add_done_callback(self._bulk_calls.discard)
                 while len(calls) >= _MAX_BULK_CALLS:
                     receipts += await calls.popleft()
                 # Batches are made on this loop: let the calls out, and other work in.
@@ -155,6 +174,7 @@ class Submitter(Desk):
         durable: list[tuple[Envelope, Receipt, asyncio.Future[Receipt]]] = []
         for (envelope, future), receipt in zip(batch, receipts, strict=True):
             if envelope.durable:
+                self.on_accepted(receipt)
                 durable.append((envelope, receipt, future))
             elif not future.done():
                 future.set_result(receipt)
@@ -193,7 +213,8 @@ class Submitter(Desk):
     async def _refill(self, queue: str) -> None:
         refill = self._refills.get(queue)
         if refill is None:
-            refill = self._refills[queue] = self._loop.create_task(admit(self._engine, self._ledger, queue))
+            refill = self._loop.create_task(admit(self._engine, self._ledger, queue, self._patience))
+            self._refills[queue] = refill
             refill.add_done_callback(lambda _: self._refills.pop(queue, None))
         # Others wait for it, too: it goes on if this caller is cancelled.
         await asyncio.shield(refill)
@@ -218,13 +239,17 @@ class Submitter(Desk):
         began = time.monotonic()
         try:
             present = await self._present([_key(envelope, receipt) for envelope, receipt, _ in group])
-        except BaseException as exc:
+        except asyncio.CancelledError:
+            # Closed: they are accepted all the same.
+            for envelope, receipt, future in group:
+                if not future.done():
+                    future.set_exception(self._not_durable(_key(envelope, receipt), began))
+            raise
+        except Exception as exc:  # noqa: BLE001 - every caller gets it
             for _, _, future in group:
                 if not future.done():
-                    future.cancel() if isinstance(exc, asyncio.CancelledError) else future.set_exception(exc)
-            if isinstance(exc, Exception):
-                return
-            raise
+                    future.set_exception(exc)
+            return
         for envelope, receipt, future in group:
             key = _key(envelope, receipt)
             if future.done():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from holdfast.cli.main import app
+from holdfast.cli.program import app
 from tests.cli.harness import SAMPLE_APP
 
 JOB_ID = re.compile(r"[0-9a-f]{32}")

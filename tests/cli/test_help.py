@@ -11,7 +11,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from holdfast.cli.exits import ExitCode
-from holdfast.cli.main import app
+from holdfast.cli.program import app
 from tests.cli.harness import SOURCE
 from tools import gen_docs
 from tools.cli_reference import examples, walk
@@ -44,6 +44,7 @@ WANTED = {
     "holdfast verify",
     "holdfast reconcile",
     "holdfast jobs list",
+    "holdfast jobs resume",
     "holdfast jobs show",
     "holdfast jobs watch",
     "holdfast jobs cancel",

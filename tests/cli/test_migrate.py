@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from holdfast.cli.main import app
+from holdfast.cli.program import app
 from holdfast.engine.sqlite.connection import SCHEMA_VERSION
 from holdfast.ledger.version import HEAD
 from holdfast.settings import Settings

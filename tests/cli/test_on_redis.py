@@ -9,7 +9,7 @@ import pytest
 import redis
 from typer.testing import CliRunner, Result
 
-from holdfast.cli.main import app
+from holdfast.cli.program import app
 from tests.cli.harness import Shell
 from tests.conftest import MakeServer
 from tests.servers import RedisServer

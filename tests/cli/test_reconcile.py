@@ -12,7 +12,7 @@ import redis
 from typer.testing import CliRunner, Result
 
 from holdfast import Holdfast
-from holdfast.cli.main import app as program
+from holdfast.cli.program import app as program
 from tests.conftest import MakeServer
 from tests.worker.support import eventually, working
 

@@ -159,3 +159,10 @@ async def test_an_outage_is_waited_out_without_using_up_retries(
         assert [await job.result(30) for job in jobs] == [1, 2]
         views = await app.engine.get("default", [job.id for job in jobs])
     assert [(view.state, view.meta.retry_count) for view in views if view] == [(State.SUCCEEDED, 0)] * 2
+
+
+async def test_a_key_is_a_text(client: AsyncMongoClient[Any]) -> None:
+    for key in ("", 3, None, b"k"):
+        with pytest.raises(UsageError, match="must be a text"):
+            await upsert_once(client.shop.orders, key, {})  # type: ignore[arg-type]
+    assert await client.shop.orders.count_documents({}) == 0

@@ -288,3 +288,18 @@ async def test_a_database_that_is_down_is_an_outage(make_postgres: Callable[...,
     with pytest.raises(FileNotFoundError):
         await context().transaction(engine, "k2", file_is_missing)
     await engine.dispose()
+
+
+async def test_a_plain_function_is_told_to_be_async_and_leaves_nothing(bank: Bank) -> None:
+    def plainly(_: Any, cents: int) -> int:
+        return cents
+
+    pay: Any = plainly
+    with pytest.raises(UsageError, match="takes an async function"):
+        await context().transaction(bank.database, "k", pay, 5)
+    assert await context().transaction(bank.database, "k", bank.pay, 5) == {"paid": 5}
+
+
+def test_a_plain_task_is_told_to_be_async() -> None:
+    with pytest.raises(UsageError, match="make the task an `async def`"):
+        context().transaction(object(), "k", put, 5).close()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+import redis.asyncio
 
 from holdfast import Holdfast
 from holdfast.core.states import State
-from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
+from holdfast.errors import InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
+from holdfast.ledger.listing import JobFilter
 from holdfast.worker.worker import Worker
 from tests.conftest import MakePostgres
 from tests.servers import free_port
+from tests.worker.support import eventually
 
 pytestmark = [pytest.mark.redis, pytest.mark.postgres]
 
@@ -98,6 +103,18 @@ async def test_a_ledger_that_comes_back_catches_up(redis_url: str, namespace: st
         assert (await app.ledger.queries.job(job.id)).state is State.SUCCEEDED
 
 
+async def test_a_feed_that_ends_in_an_entry_without_events_is_caught_up_with(
+    redis_url: str, ledger_url: str, namespace: str
+) -> None:
+    app = make_app(redis_url, ledger_url, namespace)
+    async with app, working(app):
+        job = await app.tasks["add"].submit(1, 2)
+        assert await job.result(timeout=20) == 3
+        async with redis.asyncio.from_url(redis_url) as client:
+            await client.xadd(app.engine._store.keys("default").feed, {"another": "program"})  # type: ignore[attr-defined]
+        await app.ledger.caught_up(timeout=5)
+
+
 async def test_nobody_projects(redis_url: str, ledger_url: str, namespace: str) -> None:
     app = make_app(redis_url, ledger_url, namespace)
     async with app:
@@ -136,3 +153,83 @@ async def test_an_engine_s_file_is_no_ledger(redis_url: str, tmp_path_url: str, 
 @pytest.fixture
 def tmp_path_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('engine') / 'jobs.db'}"
+
+
+@pytest.mark.faults
+async def test_a_silent_ledger_hardly_delays_submission(
+    redis_url: str, namespace: str, make_postgres: MakePostgres
+) -> None:
+    server = make_postgres(fsync=False)
+    app = Holdfast(redis_url, ledger=server.url, namespace=namespace)
+
+    @app.task
+    async def add(a: int, b: int) -> int:
+        return a + b
+
+    server.pause()
+    took = []
+    try:
+        for queue in ("one", "two", "three"):
+            began = time.monotonic()
+            await add.options(queue=queue).submit(1, 2)
+            took.append(time.monotonic() - began)
+        began = time.monotonic()
+        await app.close()
+        took.append(time.monotonic() - began)
+    finally:
+        server.resume()
+    assert took[0] < 5
+    assert max(took[1:3]) < 1
+    assert took[3] < 3
+    assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.faults
+async def test_a_ledger_that_turns_out_wrong_later_is_loud(
+    redis_url: str, namespace: str, make_postgres: MakePostgres, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_postgres(fsync=False, migrated=False)
+    app = make_app(redis_url, server.url, namespace)
+    server.pause()
+    try:
+        await app.tasks["add"].submit(1, 2)
+    finally:
+        server.resume()
+    await eventually(lambda: "cannot be worked with" in caplog.text)
+    # And intake goes on, for new queues as well.
+    await app.tasks["add"].options(queue="new").submit(1, 2)
+    await app.close()
+
+
+async def test_closing_in_the_middle_of_a_durable_wait_leaves_nothing(
+    redis_url: str, ledger_url: str, namespace: str
+) -> None:
+    app = make_app(redis_url, ledger_url, namespace)
+    waiting = asyncio.create_task(app.tasks["add"].options(durable=True).submit(1, 2))
+    await asyncio.sleep(0.5)
+    await app.close()
+    with pytest.raises(NotDurableYet):
+        await waiting
+    assert {task for task in asyncio.all_tasks() if task is not asyncio.current_task()} == set()
+
+
+async def test_the_longest_names_that_are_accepted_reach_the_ledger(
+    redis_url: str, ledger_url: str, namespace: str
+) -> None:
+    app = make_app(redis_url, ledger_url, namespace)
+    options: dict[str, Any] = {
+        "idempotency_key": "😀" * 250,
+        "trace_id": "".join(chr(0x10000 + number * 7) for number in range(250)),
+        "tenant_id": "".join(chr(0x20000 + number * 31) for number in range(50)),
+        "queue": "".join(chr(0x21000 + number * 37) for number in range(50)),
+    }
+    async with app:
+        worker = Worker(app, queues=[options["queue"]])
+        running = asyncio.create_task(worker.run())
+        job = await app.tasks["add"].options(durable=True, **options).submit(1, 2)
+        page = await app.ledger.queries.jobs(JobFilter(idempotency_key=options["idempotency_key"]))
+        assert [found.job_id for found in page.jobs] == [job.id]
+        page = await app.ledger.queries.jobs(JobFilter(trace_id=options["trace_id"]))
+        assert [found.job_id for found in page.jobs] == [job.id]
+        worker.drain()
+        await running

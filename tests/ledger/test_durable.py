@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from holdfast import Holdfast
 from holdfast.core.job import Envelope, Receipt, new_job_ids
 from holdfast.engine.port import EngineOptions, KnownKey
-from holdfast.errors import FeedUnread, InvalidOption, LedgerUnavailable, NotDurableYet
+from holdfast.errors import FeedUnread, InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
 from holdfast.ledger.keys import JobKey
 from holdfast.submitter import Submitter
+from holdfast.upkeep.admission import Patience
 from tests.worker.support import eventually, working
 
 
@@ -172,6 +174,73 @@ async def test_a_ledger_that_is_down_does_not_stop_intake(caplog: pytest.LogCapt
     await desk(engine, ledger).submit(envelope(durable=False))
     assert engine.readers == {"default"}
     assert "although the ledger cannot be asked" in caplog.text
+
+
+async def test_a_ledger_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ledger = Engine(read=False), Ledger()
+    submitter = Submitter(engine, ledger)  # type: ignore[arg-type]
+    submitter._patience = Patience(answer_s=0.2, silent_s=60)
+    asked: list[float] = []
+
+    async def queues() -> list[str]:
+        asked.append(time.monotonic())
+        await asyncio.sleep(3_600)
+        return []
+
+    monkeypatch.setattr(ledger, "queues", queues)
+    began = time.monotonic()
+    for queue in ("one", "two", "three"):
+        await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"[]", queue=queue))
+    assert len(asked) == 1
+    assert time.monotonic() - began < 2
+    await submitter.close()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_refill_that_takes_long_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ledger = Engine(read=False), Ledger()
+    submitter = Submitter(engine, ledger)  # type: ignore[arg-type]
+    submitter._patience = Patience(answer_s=0.1)
+    known = [KnownKey("default", f"key-{number}", f"job-{number}", 1) for number in range(4)]
+
+    async def submission_keys(queue: str, window_ms: int, limit: int) -> AsyncIterator[list[KnownKey]]:
+        for key in known:
+            await asyncio.sleep(0.1)
+            yield [key]
+
+    monkeypatch.setattr(ledger, "submission_keys", submission_keys)
+    await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"[]"))
+    assert engine.keys == known
+
+
+@pytest.mark.parametrize("error", [SchemaMismatch("the ledger", None, "0001"), InvalidOption("somebody else's")])
+async def test_a_ledger_that_is_wrong_does_not_stop_intake(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, ledger = Engine(read=False), Ledger()
+
+    async def queues() -> list[str]:
+        raise error
+
+    monkeypatch.setattr(ledger, "queues", queues)
+    submitter = Submitter(engine, ledger)  # type: ignore[arg-type]
+    await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"[]"))
+    assert "cannot be asked for its idempotency keys" in caplog.text
+
+
+async def test_who_waits_when_it_is_closed_knows_that_the_job_is_accepted() -> None:
+    engine, ledger = Engine(), Ledger()
+    ledger.everything = False
+    submitter = Submitter(engine, ledger, durable_timeout_s=60)  # type: ignore[arg-type]
+    first, second = (Envelope(job_id=job_id, task="t", payload=b"[]", durable=True) for job_id in new_job_ids(2))
+    one, many = asyncio.create_task(submitter.submit(first)), asyncio.create_task(submitter.submit_many([second]))
+    await eventually(lambda: len(ledger.asked) == 2)
+    await submitter.close()
+    with pytest.raises(NotDurableYet):
+        await one
+    with pytest.raises((NotDurableYet, asyncio.CancelledError)):
+        await many
+    assert len(asyncio.all_tasks()) == 1
 
 
 async def test_a_store_that_forgets_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,12 @@ class Plans(PostgresStore):
 
     async def connect(self, *arguments: Any, **options: Any) -> asyncpg.Connection:
         connection = await super().connect(*arguments, **options)
-        await connection.execute(_TELL)
+        try:
+            await connection.execute(_TELL)
+        except BaseException:
+            # Cancelled, say, because the store is closed.
+            connection.terminate()
+            raise
         return connection
 
     async def _connect_reader(self) -> asyncpg.Connection:

@@ -15,6 +15,7 @@ from holdfast.core.states import DUPLICATE_EVENT, FORKED_EVENT, HEARTBEAT_EVENT,
 from holdfast.engine.port import FeedEntry
 from holdfast.ledger.folding import AFTER_THE_END, CREATED_AGAIN, FORKED, NEVER_HEARD
 from holdfast.ledger.keys import JobKey
+from holdfast.ledger.listing import JobFilter
 from holdfast.ledger.port import DeadLetter, Ledger, Position, PositionMoved
 from tests.ledger.projection_rig import (
     QUEUE,
@@ -447,6 +448,26 @@ async def test_wait_present_answers_each_caller(ledger: Ledger, scribe: Scribe, 
     assert await nobody == {keys[0]}
     assert await other.projection.wait_present(keys[:2], 5_000) == set(keys[:2])
     await other.close()
+
+
+async def test_no_job_is_refused_for_the_length_of_its_key(ledger: Ledger, scribe: Scribe) -> None:
+    feed, number = Feed(), random.Random(7)
+    long = {name: "".join(chr(number.randrange(0x10000, 0x1FFFF)) for _ in range(2_000)) for name in ("key", "trace")}
+    done = await scribe.write(
+        feed.entry(feed.created("long", idempotency_key=long["key"], trace_id=long["trace"]), *feed.life("short"))
+    )
+    assert done.anomalies == 0
+    assert (await job(ledger, "long"))["job_type"] == "add"
+    by_key = await ledger.queries.jobs(JobFilter(idempotency_key=long["key"]))
+    by_trace = await ledger.queries.jobs(JobFilter(trace_id=long["trace"], tenant_id="default"))
+    assert [row.job_id for page in (by_key, by_trace) for row in page.jobs] == ["long", "long"]
+
+
+async def test_a_job_without_its_creation_is_not_there(ledger: Ledger, scribe: Scribe) -> None:
+    feed, lost, named = Feed(), JobKey("default", QUEUE, "lost"), JobKey("default", QUEUE, "named")
+    await scribe.write(feed.entry(feed.claimed("lost"), feed.created("named", task="unknown")))
+    assert (await job(ledger, "lost"))["job_type"] == "unknown"
+    assert await scribe.projection.wait_present([lost, named], 200) == {named}
 
 
 async def test_an_entry_without_events_moves_the_position(ledger: Ledger, scribe: Scribe) -> None:

@@ -148,6 +148,7 @@ async def test_a_postgresql_without_a_free_connection(
         await asyncio.sleep(0.5)
         for connection in taken:
             await connection.close()
+        await world.ledger.open()
         await world.settled_down()
         await world.check(ids)
 

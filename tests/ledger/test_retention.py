@@ -8,11 +8,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port import Ledger
+from holdfast.ledger.retention import Marks
 from holdfast.ledger.schema import (
     anomalies,
     approvals,
@@ -143,11 +144,11 @@ async def test_several_at_once_share_the_work(ledger: Ledger, ledger_url: str, t
         await other.close()
 
 
-async def test_the_archivist_hurries_while_there_is_more() -> None:
+async def test_the_archivist_hurries_while_there_is_more(caplog: pytest.LogCaptureFixture) -> None:
     class Full:
         left = 3
 
-        async def prune(self, keep_ms: int, limit: int) -> int:
+        async def prune(self, keep_ms: int, limit: int, marks: Marks) -> int:
             assert (keep_ms, limit) == (7 * 86_400_000, BATCH)
             if self.left == 0:
                 raise LedgerUnavailable("down")
@@ -158,6 +159,57 @@ async def test_the_archivist_hurries_while_there_is_more() -> None:
     pauses = [await archivist.turn() for _ in range(4)]
     assert max(pauses[:2]) < 1
     assert min(pauses[2:]) > 60
+    assert ["nothing was pruned" in record.message for record in caplog.records] == [True]
+
+
+async def test_the_archivist_looks_at_what_it_kept_again_after_some_hours() -> None:
+    seen: list[Marks] = []
+    now = 0.0
+
+    class Keeping:
+        async def prune(self, keep_ms: int, limit: int, marks: Marks) -> int:
+            seen.append(dict(marks))
+            marks["default"] = (len(seen), "j")
+            return 0
+
+    archivist = Archivist(Keeping(), Settings.load(), monotonic=lambda: now)  # type: ignore[arg-type]
+    for now in (0.0, 300.0, 7 * 3_600.0):  # noqa: B007 - the clock
+        await archivist.turn()
+    assert seen == [{}, {"default": (1, "j")}, {}]
+
+
+async def test_what_is_kept_is_looked_at_once(ledger: Ledger, tables: AsyncEngine) -> None:
+    marks: Marks = {}
+    await write(tables, *(dead(f"dead{number}", OLD) for number in range(5)), done("old", OLD + timedelta(days=1)))
+    assert await ledger.prune(KEEP_MS, 1_000, marks) == 4
+    assert list(marks) == ["default"]
+    async with tables.begin() as connection:
+        await connection.execute(update(dlq_items).values(status="discarded"))
+    assert await ledger.prune(KEEP_MS, 1_000, marks) == 0
+    # Who starts afresh finds them.
+    assert await ledger.prune(KEEP_MS, 1_000, {}) > 5 * 4
+    assert await ids(tables, jobs) == set()
+
+
+async def test_marks_lose_nothing_between_batches(ledger: Ledger, tables: AsyncEngine) -> None:
+    await write(tables, *(done(f"j{number:03}", OLD) for number in range(50)), done("recent", RECENT))
+    marks: Marks = {}
+    while await ledger.prune(KEEP_MS, 40, marks):
+        pass
+    assert await ids(tables, jobs) == {"recent"}
+
+
+async def test_anomalies_of_jobs_that_nobody_has_go_by_their_own_age(ledger: Ledger, tables: AsyncEngine) -> None:
+    await write(tables, Told(S.QUEUED, job_id="open", at=OLD))
+    for name, job_id, at in (("a", "nobody", OLD), ("b", "nobody", RECENT), ("c", "open", OLD)):
+        await add(tables, anomalies, id=name, job_id=job_id, reason="odd", event="{}", at=at)
+    assert await ledger.prune(KEEP_MS, 1_000) == 1
+    async with tables.connect() as connection:
+        assert set((await connection.execute(select(anomalies.c.id))).scalars()) == {"b", "c"}
+
+
+def dead(job_id: str, at: datetime) -> Told:
+    return Told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED, job_id=job_id, at=at)
 
 
 def done(job_id: str, at: datetime, **names: Any) -> Told:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import time
 from pathlib import Path
 
 import asyncpg
@@ -13,6 +15,9 @@ from sqlalchemy import select, text
 from holdfast.clock import SystemClock
 from holdfast.engine.sqlite.store import Place
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
+from holdfast.ledger.keys import JobKey
+from holdfast.ledger.ledgers import PostgresLedger
+from holdfast.ledger.owner import engine_name
 from holdfast.ledger.postgres.guard import guard_for
 from holdfast.ledger.postgres.news import NOTIFY, payload
 from holdfast.ledger.postgres.store import Address, Connection, PostgresStore, StoreOptions
@@ -231,11 +236,57 @@ async def test_a_cancelled_transaction_leaves_nothing(postgres_url: str) -> None
 async def test_closing_twice_and_using_again(postgres_url: str) -> None:
     store = PostgresStore(postgres_url, QUICK)
     await store.close()
+    await store.open()
     assert await store.transact(_one) == 1
     await store.close()
     await store.close()
+    await store.open()
     await _read(store)
     await store.close()
+
+
+async def test_a_closed_database_makes_no_new_connections(postgres_url: str) -> None:
+    store = PostgresStore(postgres_url, QUICK)
+    await store.open()
+    await store.close()
+    with pytest.raises(LedgerUnavailable, match="has been closed"):
+        await store.transact(_one)
+    with pytest.raises(LedgerUnavailable, match="has been closed"):
+        await _read(store)
+
+
+async def test_a_closed_file_is_not_opened_by_those_who_still_write(tmp_path: Path) -> None:
+    store = SqliteStore(Place(str(tmp_path / "ledger.db")), prepare_ledger)
+    await store.open()
+    await store.close()
+    with pytest.raises(LedgerUnavailable, match="has been closed"):
+        await store.write(lambda transaction: transaction.execute("SELECT 1").fetchone())
+    await store.open()
+    assert await store.write(lambda transaction: transaction.execute("SELECT 1").fetchone()) == (1,)
+    await store.close()
+
+
+@pytest.mark.faults
+async def test_closing_does_not_wait_for_a_silent_server(
+    make_postgres: MakePostgres, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_postgres(fsync=False)
+    ledger = PostgresLedger(PostgresStore(server.url))
+    await ledger.open()
+    await ledger.queries.jobs()
+    waiting = asyncio.create_task(ledger.projection.wait_present([JobKey("default", "default", "x")], 60_000))
+    await asyncio.sleep(0.2)
+    server.pause()
+    try:
+        began = time.monotonic()
+        await ledger.close()
+        took = time.monotonic() - began
+    finally:
+        server.resume()
+    assert took < 3
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
 
 
 # News ----------------------------------------------------------------------------------------------
@@ -250,6 +301,10 @@ async def test_news_of_a_commit_on_postgres(postgres_url: str) -> None:
         await other.fetch(NOTIFY, payload("mail", "1-0"))
         assert await mail.wait(5)
         assert not await images.wait(0.05)
+        for said in (payload("x" * 9_000, "1-0"), "5", "null", "no JSON"):
+            await other.fetch(NOTIFY, said)
+            assert await mail.wait(5), said
+            assert await images.wait(5), said
         await other.fetch(NOTIFY, payload("x" * 9_000, "1-0"))
         assert await mail.wait(5)
         assert await images.wait(5)
@@ -316,6 +371,31 @@ async def test_a_file_belongs_to_one_namespace(tmp_path: Path) -> None:
         await theirs.open()
     await ours.close()
     await theirs.close()
+
+
+async def test_another_engine_of_the_same_namespace_is_warned_of(
+    ledger_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def opened_with(engine: str) -> str:
+        caplog.clear()
+        if ledger_url.startswith("sqlite"):
+            path = Place(ledger_url.removeprefix("sqlite:///"))
+            guard = sqlite_guard.guard_for("mine", SystemClock(), engine)
+            store: SqliteStore | PostgresStore = SqliteStore(path, prepare_ledger, guard)
+        else:
+            store = PostgresStore(ledger_url, QUICK, guard_for("mine", engine))
+        await store.open()
+        await store.close()
+        return caplog.text
+
+    caplog.set_level(logging.WARNING, "holdfast.ledger")
+    one, two = engine_name("redis://u:secret@one"), engine_name("redis://two:7000/3")
+    assert (one, two) == ("redis://one:6379/0", "redis://two:7000/3")
+    assert await opened_with(one) == ""
+    assert await opened_with(one) == ""
+    assert f"was last used with the engine {one}, this is {two}" in await opened_with(two)
+    # It may have moved: that is said once.
+    assert await opened_with(two) == ""
 
 
 async def test_a_database_without_tables_is_a_schema_mismatch(empty_postgres_url: str) -> None:

@@ -87,6 +87,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "TransitionInvalid": "WF_STATE_TRANSITION_INVALID",
         "StaleLease": "STALE_LEASE",
         "SchemaMismatch": "SCHEMA_MISMATCH",
+        "RunOver": "RUN_OVER",
         "EffectInDoubt": "EFFECT_IN_DOUBT",
         "StepMismatch": "STEP_MISMATCH",
         "JobFailed": "JOB_FAILED",

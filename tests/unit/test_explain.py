@@ -271,14 +271,34 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
         told(story(S.QUEUED, (S.SUSPENDED, BY_ANN))),
         [
             "A person has to decide: it is suspended since 2026-11-15 14:00:02 UTC (customer withdrew).",
-            "Nothing happens by itself. Resumed, the same job goes on with fresh retries; else cancel it.",
+            (
+                "Nothing happens by itself. `holdfast jobs resume j` sends it back to work with fresh retries; "
+                "else cancel it."
+            ),
         ],
     ),
     "suspended in doubt": (
         told(story(S.QUEUED, S.RUNNING, S.SUSPENDED), in_doubt=("pay:17",)),
         [
             "A person has to decide: nobody knows whether this effect happened: pay:17.",
-            "Look, then `holdfast effects resolve pay:17` with --done or --not-done, and resume it.",
+            "Look, then `holdfast effects resolve pay:17` with --done or --not-done, which sends the job back to work.",
+        ],
+    ),
+    "suspended for a doubt with an odd key": (
+        told(story(S.QUEUED, S.RUNNING, S.SUSPENDED), in_doubt=("pay 17",)),
+        [
+            "A person has to decide: nobody knows whether this effect happened: pay 17.",
+            (
+                "Look, then `holdfast effects resolve 'pay 17'` with --done or --not-done, which sends the job back "
+                "to work."
+            ),
+        ],
+    ),
+    "suspended for a doubt that is resolved": (
+        told(story(S.QUEUED, S.RUNNING, (S.SUSPENDED, {"data": {"code": "EFFECT_IN_DOUBT"}}))),
+        [
+            "An effect was in doubt, and no longer is: its end has been recorded, or its key is free again.",
+            "Nothing happens by itself. `holdfast jobs resume j` sends it back to work.",
         ],
     ),
     "succeeded": (

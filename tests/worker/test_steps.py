@@ -180,7 +180,8 @@ async def test_steps_are_not_nested(embedded: Holdfast, outer: str, inner: str) 
         assert view is not None
         found = await view.get(job.queue, job.id)
     assert found is not None
-    assert found.state is State.FAILED
+    # What the effect did before that, nobody knows.
+    assert found.state is (State.SUSPENDED if outer == "effect" else State.FAILED)
     assert found.failure is not None
     assert f"inside the function of a ctx.{outer}" in found.failure.message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from holdfast.engine.port import Control
 from holdfast.errors import InvalidPayload, JobCancelled, JobFailed, TransitionInvalid, UnknownJob, WaitTimeout
 from holdfast.testing.clock import ManualClock
 from holdfast.testing.inline import drain, inline
+from tests.worker.support import eventually
 
 
 @pytest.fixture
@@ -148,3 +150,42 @@ async def test_drain_takes_over_what_a_lost_worker_left(clock: ManualClock) -> N
         clock.advance(31)
         assert await drain(app) == 1
         assert await job.result(0) == 2
+
+
+async def test_inline_leaves_the_cancellation_of_a_test_alone(nowhere: Holdfast) -> None:
+    runs: list[str] = []
+
+    @nowhere.task
+    async def hang() -> None:
+        runs.append("hang")
+        await asyncio.sleep(60)
+
+    with inline(nowhere), pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await hang.submit()
+    assert runs == ["hang"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+async def test_inline_ends_a_run_that_takes_too_long(nowhere: Holdfast, plain: bool) -> None:
+    seen: list[bool] = []
+    gate = threading.Event()
+
+    @nowhere.task(timeout=0.1, retry=Retry(max_retries=1), name="plain")
+    def in_thread(ctx: Context) -> None:
+        gate.wait(0.3)
+        seen.append(ctx.cancelled)
+
+    @nowhere.task(timeout=0.1, retry=Retry(max_retries=1), name="async")
+    async def on_loop(ctx: Context) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append(ctx.cancelled)
+
+    with inline(nowhere):
+        job = await (in_thread if plain else on_loop).submit()
+        assert [attempt.failure.code for attempt in await job.history() if attempt.failure] == ["TASK_TIMEOUT"] * 2
+        assert await job.state() is State.FAILED
+    await eventually(lambda: len(seen) == 2, "the threads to end")
+    assert seen == [True, True]

@@ -27,6 +27,7 @@ from holdfast.settings import Settings
 
 #: Leases go by the engine's clock alone, so skew endangers nothing; but `--run-at` is read on this machine.
 _SKEW_MS: Final = 1_000
+_LOOK_ENTRIES: Final = 20
 #: A projector that works is never further behind than this for long.
 _LAG_MS: Final = 10_000
 
@@ -95,10 +96,9 @@ async def _lag(engine: Engine, projection: Projection, queue: str) -> Finding:
         return Finding(check, False, str(exc), warning=True)
     if (at.position, at.nonce) == (end.position, end.nonce) or not end.position:
         return Finding(check, True, "has every move")
-    # The first is the one that it has.
-    unread = [
-        entry for entry in await engine.feed(queue, at.position, 2) if entry.position != at.position and entry.events
-    ]
+    # The first is the one that it has; some tell of nothing.
+    entries = await engine.feed(queue, at.position, _LOOK_ENTRIES)
+    unread = [entry for entry in entries if entry.position != at.position and entry.events]
     late_ms = end.at_ms - unread[0].events[0].at_ms if unread else 0
     if late_ms <= _LAG_MS:
         return Finding(check, True, f"is {span(max(late_ms, 1))} behind")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.command import AsJson, Connection, command
-from holdfast.cli.lookup import actor
+from holdfast.cli.doubts import MANY, as_they_are, resume_waiting
+from holdfast.cli.format import number_of
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.clock import SystemClock
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_TENANT
-from holdfast.core.states import State
 from holdfast.engine.port import Engine
-from holdfast.errors import EffectInDoubt, InvalidOption, UsageError
+from holdfast.errors import InvalidOption, UsageError
 from holdfast.ledger.port import KeyState, Ledger, Outcome
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ DoneAs = Annotated[
 ]
 NotDone = Annotated[bool, typer.Option("--not-done", help="It did not happen, and will not: the key is free again.")]
 Resume = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Send the job back to work that was suspended for it.")
+    bool, typer.Option("--resume/--no-resume", help="Send the jobs back to work that are suspended for it.")
 ]
 Database = Annotated[
     str, typer.Option("--database", metavar="URL", help="postgresql://… or sqlite:///…: a database of your own.")
@@ -60,8 +61,9 @@ async def list_effects(
     """Effects that are in doubt or under way, the oldest first."""
     if state is not None and state not in (KeyState.RESERVED, KeyState.IN_DOUBT):
         raise InvalidOption(f"--state must be reserved or in_doubt, not {state}")
-    async with _opened(at) as (_, ledger):
-        rows = await _keyring(ledger).unsettled(tenant, None if state is None else KeyState(state), limit)
+    async with _opened(at) as (engine, ledger):
+        found = await as_they_are(engine, await _keyring(ledger).unsettled(tenant, limit=MANY))
+    rows = [row for row in found if state in (None, row.state)][:limit]
     if as_json:
         emit_json([_document(row) for row in rows])
         return
@@ -72,8 +74,8 @@ async def list_effects(
 @command(effects, "show", examples=("holdfast effects show publish:42", "holdfast effects show publish:42 --json"))
 async def show(at: Connection, key: Key, tenant: Tenant = DEFAULT_TENANT, as_json: AsJson = False) -> None:
     """One key: its state, its result, and whose it is."""
-    async with _opened(at) as (_, ledger):
-        row = await _found(ledger, tenant, key)
+    async with _opened(at) as (engine, ledger):
+        (row,) = await as_they_are(engine, [await _found(ledger, tenant, key)])
     if as_json:
         emit_json(_document(row))
         return
@@ -99,15 +101,22 @@ async def resolve(
     tenant: Tenant = DEFAULT_TENANT,
     as_json: AsJson = False,
 ) -> None:
-    """Say what became of an effect in doubt, after you have looked. Its suspended job goes on."""
+    """Say what became of an effect in doubt, after you have looked. The jobs that are suspended for it go on.
+
+    An effect that is done already keeps its result; with --done the jobs that still wait for it go on.
+    """
     if (done is None) == (not not_done):
         raise UsageError("say either --done JSON or --not-done")
     value = None if done is None else _json(done)
     async with _opened(at) as (engine, ledger):
-        row = await _found(ledger, tenant, key)
-        if row.state == KeyState.DONE:
-            raise UsageError(f"the effect {key!r} is done already; `holdfast effects show {key}` has its result")
-        if row.state == KeyState.RESERVED and await _is_running(engine, row):
+        (row,) = await as_they_are(engine, [await _found(ledger, tenant, key)])
+        was_done = row.state == KeyState.DONE
+        if was_done and not_done:
+            raise UsageError(
+                f"the effect {key!r} is done already; `holdfast effects show {shlex.quote(key)}` has its result, and "
+                "with --done jobs that still wait for it go on"
+            )
+        if row.state == KeyState.RESERVED:
             raise UsageError(
                 f"the effect {key!r} is under way in job {row.job_id}; wait for its end, or cancel the job"
             )
@@ -115,7 +124,7 @@ async def resolve(
         outcome = Outcome(tenant_id=tenant, key=key, token=row.token, state=state, value=value)
         if not (await ledger.effects.conclude([outcome]))[0]:
             raise UsageError(f"the effect {key!r} was reserved again in this moment; look at it once more")
-        resumed = resume and await _resume(engine, row)
+        jobs = await resume_waiting(engine, ledger.queries, row) if resume else []
     if as_json:
         emit_json(
             {
@@ -123,12 +132,14 @@ async def resolve(
                 "key": key,
                 "state": None if state is None else state.value,
                 "job_id": row.job_id,
-                "resumed": resumed,
+                "resumed": bool(jobs),
+                "jobs": jobs,
             }
         )
         return
-    goes_on = "goes on" if resumed else "was left as it is"
-    note(f"{key} is {'done' if state else 'free again'}; job {row.job_id} {goes_on}")
+    became = "was done already, and its recorded result stays" if was_done else "is done" if state else "is free again"
+    going = f"{number_of(len(jobs), 'job')} sent back to work: {', '.join(jobs)}" if jobs else "no job was resumed"
+    note(f"{key} {became}; {going}")
 
 
 @command(effects, "create-table", examples=("holdfast effects create-table --database postgresql://localhost/shop",))
@@ -140,9 +151,12 @@ async def create_table(at: Connection, database: Database, as_json: AsJson = Fal
     from holdfast.effects import create_keys_table
 
     scheme, _, rest = database.partition("://")
-    driver = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
+    drivers = {"postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg", "sqlite": "sqlite+aiosqlite"}
+    driver = scheme if scheme in drivers.values() else drivers.get(scheme)
+    if driver is None:
+        raise UsageError(f"--database: PostgreSQL or SQLite only (postgresql://… or sqlite:///…), not {scheme!r}")
     try:
-        engine = create_async_engine(f"{driver.get(scheme, scheme)}://{rest}")
+        engine = create_async_engine(f"{driver}://{rest}")
     except (ArgumentError, ImportError) as exc:
         raise UsageError(f"--database: {exc}") from exc
     try:
@@ -183,23 +197,6 @@ async def _found(ledger: Ledger, tenant: str, key: str) -> KeyRow:
     if row is None:
         raise UsageError(f"tenant {tenant!r} has no effect under the key {key!r}; see `holdfast effects list`")
     return row
-
-
-async def _is_running(engine: Engine, row: KeyRow) -> bool:
-    (view,) = await engine.get(row.queue, [row.job_id])
-    return view is not None and (view.state, view.attempt, view.worker) == (State.RUNNING, row.attempt, row.worker)
-
-
-async def _resume(engine: Engine, row: KeyRow) -> bool:
-    """Only a job that waits for this word: one that was suspended for another reason stays."""
-    (view,) = await engine.get(row.queue, [row.job_id])
-    if view is None or view.state is not State.SUSPENDED or view.failure is None:
-        return False
-    if view.failure.code != EffectInDoubt.code:
-        return False
-    reason = f"the effect {row.key!r} was resolved"
-    await engine.move(row.queue, row.job_id, State.QUEUED, actor=actor(), reason=reason)
-    return True
 
 
 def _json(text: str) -> bytes:

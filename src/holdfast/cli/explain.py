@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.command import AsJson, Connection, OneQueue, command
+from holdfast.cli.doubts import MANY, as_they_are
 from holdfast.cli.output import emit_json
 from holdfast.cli.stores import Stores, stores
-from holdfast.errors import UnknownJob
+from holdfast.core.job import Event
+from holdfast.errors import EffectInDoubt, UnknownJob
+from holdfast.ledger.port import KeyState
 
 if TYPE_CHECKING:
     from holdfast.ledger.explain import Explanation
+    from holdfast.ledger.queries import Queries
+    from holdfast.ledger.records import JobDetail
 
 
 def register(app: typer.Typer) -> None:
@@ -62,15 +68,30 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
         why = f"The engine has it as {live.state}; the ledger does not have it yet."
         return Explanation([], [why], ["Ask again in a moment. If this lasts: does a worker or `holdfast upkeep` run?"])
     letter = await queries.dead_letter(job.key)
-    effects = await queries.effects(job.key)
-    is_same = live is not None and (live.queue, live.tenant_id) == (job.queue, job.tenant_id)
+    if live is not None and (live.queue, live.tenant_id) != (job.queue, job.tenant_id):
+        live = None
+    events = [event.event() for event in await queries.story(job.key)]
     scene = Scene(
         job_id=job_id,
         now_ms=await both.engine.now_ms(),
-        live=live if is_same else None,
+        live=live,
         lease_ms=round(both.settings.visibility_timeout_s * 1000),
         dlq_id=letter.dlq_id if letter is not None else job.dlq_id,
         letter_status=letter.status if letter is not None else None,
-        in_doubt=tuple(effect.key for effect in effects if effect.state == "in_doubt"),
+        in_doubt=await _in_doubt(both, queries, job, events),
     )
-    return explain([event.event() for event in await queries.story(job.key)], scene)
+    return explain(events, scene)
+
+
+async def _in_doubt(both: Stores, queries: Queries, job: JobDetail, events: Sequence[Event]) -> tuple[str, ...]:
+    """Keys in doubt that the job holds, or that it is suspended for: another job may hold them."""
+    from holdfast.ledger.keyring import Keyring
+
+    rows = await as_they_are(both.engine, await Keyring(queries.engine).unsettled(job.tenant_id, limit=MANY))
+    told = " ".join(str((event.data or {}).get("message") or "") for event in events[-1:])
+    return tuple(
+        row.key
+        for row in rows
+        if row.state == KeyState.IN_DOUBT
+        and ((row.queue, row.job_id) == (job.queue, job.job_id) or EffectInDoubt.named(row.key) in told)
+    )

@@ -1,8 +1,7 @@
-"""`holdfast jobs`: look at jobs, watch them, cancel them."""
+"""`holdfast jobs`: look at jobs, watch them, cancel them, resume them."""
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -12,21 +11,23 @@ from holdfast.cli.command import AsJson, Connection, OneQueue, Queues, command
 from holdfast.cli.format import error_text, instant, job_document, joined, number_of, shorten, span, state_text
 from holdfast.cli.lookup import actor, find_job, queues_or_all
 from holdfast.cli.output import console, emit_json, emit_rows, note, on_terminal
-from holdfast.cli.parse import duration, moment
+from holdfast.cli.parse import when
 from holdfast.cli.stores import Stores, stores
 from holdfast.cli.story import Story, counts_document, event_rows, row_document, stacks, story_document
 from holdfast.cli.timeline import rows as timeline_rows
 from holdfast.cli.watch import watch
 from holdfast.clock import to_datetime
-from holdfast.core.job import JobView
+from holdfast.core.job import Failure, JobView, Meta
 from holdfast.core.states import FINAL, State
-from holdfast.core.story import fold
+from holdfast.core.story import BrokenStory, fold
 from holdfast.errors import InvalidOption, UnknownJob
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from holdfast.ledger.listing import JobFilter
     from holdfast.ledger.queries import Queries
-    from holdfast.ledger.records import JobRow
+    from holdfast.ledger.records import JobDetail, JobRow
 
 _COLUMNS: Final = ("job", "task", "queue", "state", "attempt", "age", "note")
 
@@ -34,7 +35,10 @@ Tenant = Annotated[
     str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant. Default: all.", show_default=False)
 ]
 
-jobs = typer.Typer(help="Look at jobs, watch them, cancel them.", no_args_is_help=True)
+JobIds = Annotated[list[str], typer.Argument(metavar="JOB...", help="One or more job ids.")]
+Reason = Annotated[str, typer.Option(help="Why; kept with the job.")]
+
+jobs = typer.Typer(help="Look at jobs, watch them, cancel them, resume them.", no_args_is_help=True)
 
 
 @command(
@@ -231,25 +235,61 @@ async def watch_jobs(
 )
 async def cancel(
     at: Connection,
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="One or more job ids.")],
+    job_ids: JobIds,
     queue: OneQueue = None,
-    reason: Annotated[str, typer.Option(help="Why; kept with the job.")] = "",
+    reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:
     """Cancel jobs that have not ended. A running one is taken from its worker at once.
 
     Stops at the first that cannot be cancelled (exit code 4 if it has ended); those before it are cancelled.
     """
+    await _move(at, job_ids, queue, reason, State.CANCELLED, as_json=as_json)
+
+
+@command(
+    jobs,
+    "resume",
+    examples=(
+        "holdfast jobs resume 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'the bank is back'",
+        "holdfast jobs list -s suspended --json | jq -r '.[].job_id' | xargs holdfast jobs resume",
+    ),
+)
+async def resume(
+    at: Connection,
+    job_ids: JobIds,
+    queue: OneQueue = None,
+    reason: Reason = "",
+    as_json: AsJson = False,
+) -> None:
+    """Send suspended jobs back to work, with fresh retries.
+
+    Stops at the first that is not suspended (exit code 4); those before it are resumed. A job whose effect is still in
+    doubt will be suspended again: `holdfast effects resolve` comes first.
+    """
+    await _move(at, job_ids, queue, reason, State.QUEUED, expected=State.SUSPENDED, as_json=as_json)
+
+
+async def _move(
+    at: Connection,
+    job_ids: list[str],
+    queue: str | None,
+    reason: str,
+    to: State,
+    *,
+    expected: State | None = None,
+    as_json: bool,
+) -> None:
     if not all(job_ids):
         raise InvalidOption("a job id must not be empty")
     done = []
     async with at.engine() as engine:
         for job_id in job_ids:
             view = await find_job(engine, job_id, queue)
-            came_from = await engine.move(view.queue, job_id, State.CANCELLED, actor=actor(), reason=reason)
-            done.append({"job_id": job_id, "queue": view.queue, "from": came_from.value, "to": State.CANCELLED.value})
+            came_from = await engine.move(view.queue, job_id, to, actor=actor(), reason=reason, expected=expected)
+            done.append({"job_id": job_id, "queue": view.queue, "from": came_from.value, "to": to.value})
             if not as_json:
-                print(f"{job_id}\t{came_from} → {State.CANCELLED}", flush=True)
+                print(f"{job_id}\t{came_from} → {to}", flush=True)
     if as_json:
         emit_json(done)
 
@@ -306,15 +346,41 @@ async def _whole(both: Stores, job_id: str, tenant: str | None, queue: str | Non
         await both.queries.steps(row.key),
         await both.queries.effects(row.key),
     )
-    return live or fold(row.queue, [event.event() for event in story.events]), story
+    return live or _folded(row, story), story
 
 
-def when(text: str, name: str, now_ms: int) -> datetime:
-    """An instant, or how long ago."""
+def _folded(row: JobDetail, story: Story) -> JobView:
     try:
-        return to_datetime(now_ms) - duration(text, name)
-    except InvalidOption:
-        return moment(text, name)
+        return fold(row.queue, [event.event() for event in story.events])
+    except BrokenStory as exc:
+        note(f"the engine has forgotten it, and the ledger has not all of it ({exc}); this is what its row says")
+        return _as_view(row)
+
+
+def _as_view(row: JobDetail) -> JobView:
+    failed = row.error_code or row.last_error
+    return JobView(
+        job_id=row.job_id,
+        task=row.job_type,
+        queue=row.queue,
+        tenant_id=row.tenant_id,
+        state=row.state,
+        attempt=row.attempt,
+        payload=row.payload.text.encode(),
+        idempotency_key=row.idempotency_key,
+        trace_id=row.trace_id,
+        meta=Meta(priority=row.priority, retry_count=row.retry_count, dlq_id=row.dlq_id or ""),
+        created_at_ms=_ms(row.created_at),
+        worker=row.worker or "",
+        failure=Failure(row.error_code or "", row.last_error or "") if failed else None,
+        result=None if row.result is None else row.result.text.encode(),
+        next_attempt_at_ms=_ms(row.next_retry_at),
+        finished_at_ms=_ms(row.finished_at),
+    )
+
+
+def _ms(at: datetime | None) -> int:
+    return 0 if at is None else round(at.timestamp() * 1000)
 
 
 def _print_beside(story: Story) -> None:

@@ -156,11 +156,15 @@ def _confirm(ledger: str) -> None:
 
 
 def _tell(found: Status) -> None:
+    from holdfast.ledger.migrate import UNKNOWN_VERSION
+
     at = f"is at {found.version}" if found.version else "has no tables of holdfast yet"
     if found.newer:
         advice = f"; this release knows {found.wanted}: upgrade holdfast here"
     elif found.pending:
         advice = f"; `holdfast migrate up` applies {', '.join(f'{one.version} ({one.title})' for one in found.pending)}"
+    elif found.version != found.wanted:
+        advice = f"; {UNKNOWN_VERSION}"
     else:
         advice = "; that is what this release wants"
     note(f"{found.ledger} {at}{advice}")

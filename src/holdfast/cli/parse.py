@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, Final
 
+from holdfast.clock import to_datetime
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.errors import InvalidOption, InvalidPayload
 
@@ -49,7 +50,10 @@ def duration(text: str, name: str) -> timedelta:
     parts = _PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise InvalidOption(f"{name}={text!r} is no duration; write seconds, or such as 500ms, 90s, 5m, 1h30m, 2d")
-    return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
+    try:
+        return timedelta(seconds=sum(float(number) * _UNITS[unit] for number, unit in parts))
+    except OverflowError as exc:
+        raise InvalidOption(f"{name}={text} is too long") from exc
 
 
 def moment(text: str, name: str) -> datetime:
@@ -61,7 +65,22 @@ def moment(text: str, name: str) -> datetime:
     if value.tzinfo is None:
         whole = text if len(text) > _DATE_CHARACTERS else f"{value:%Y-%m-%d}T08:00:00"
         raise InvalidOption(f"{name}={text!r} has no time zone; write {whole}Z for UTC, or {whole}+02:00")
-    return value
+    try:
+        return value.astimezone(UTC)
+    except OverflowError as exc:
+        raise InvalidOption(f"{name}={text!r} is outside of the years 1 to 9999 in UTC") from exc
+
+
+def when(text: str, name: str, now_ms: int) -> datetime:
+    """An instant, or how long ago."""
+    try:
+        ago = duration(text, name)
+    except InvalidOption:
+        return moment(text, name)
+    try:
+        return to_datetime(now_ms) - ago
+    except OverflowError as exc:
+        raise InvalidOption(f"{name}={text} is longer ago than there are years") from exc
 
 
 def _pair(text: str) -> tuple[str, Any]:

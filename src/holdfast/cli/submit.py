@@ -12,6 +12,7 @@ from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.output import emit_json, note
 from holdfast.cli.parse import PriorityName, duration, moment, payload
 from holdfast.options import SubmitOptions
+from holdfast.submitter import Submitter
 
 
 def register(app: typer.Typer) -> None:
@@ -101,6 +102,10 @@ async def submit(
         "durable": durable,
     }
     async with at.app(app) if app else Holdfast(settings=at.settings()) as holdfast:
+        desk = await holdfast.desk()
+        if durable and isinstance(desk, Submitter):
+            # Now, in case the person does not wait for the ledger.
+            desk.on_accepted = lambda receipt: note(f"accepted {receipt.job_id}, waiting for the ledger")
         job = await holdfast.submit_raw(task, encoded, **options)
         receipt: dict[str, Any] = {"job_id": job.id, "queue": job.queue, "duplicate": job.duplicate}
         if wait is not None:

@@ -10,8 +10,8 @@ import typer
 
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.exits import ExitCode
-from holdfast.cli.jobs import when
 from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.parse import when
 from holdfast.cli.stores import stores
 from holdfast.errors import InvalidOption
 

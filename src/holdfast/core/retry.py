@@ -21,6 +21,8 @@ _MAX_RETRIES: Final = 3
 _CAP_MS: Final = 30_000
 #: No cap needs more doublings than this, and 2.0 ** 2000 overflows.
 _MAX_EXPONENT: Final = 64
+#: Longer than this nobody means, and some of it would end after the last year that can be shown.
+_LONGEST: Final = timedelta(days=365_000)
 
 
 def duration_ms(value: Duration, name: str) -> int:
@@ -33,6 +35,8 @@ def duration_ms(value: Duration, name: str) -> int:
         raise InvalidOption(f"{name}={value!r} is no duration") from exc
     if span < timedelta():
         raise InvalidOption(f"{name} must not be negative, got {span.total_seconds():g} s")
+    if span > _LONGEST:
+        raise InvalidOption(f"{name} must be at most {_LONGEST.days} days, got {span.days}")
     return to_ms(span)
 
 

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -107,7 +107,9 @@ def inside(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _inside.reset(token)
+        # A coroutine that is closed from outside ends in another context, where the variable is as it was.
+        with suppress(ValueError):
+            _inside.reset(token)
 
 
 def must_be_outside(what: str) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Generic, TypeVar
 
+from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port import Effects, Held, JobKey, Outcome, Reservation, Step
 
 A = TypeVar("A")
@@ -91,6 +92,11 @@ class _Line(Generic[A, B]):
                 future.cancel()
             raise
         except Exception as exc:  # noqa: BLE001 - every caller gets it
+            if len(batch) > 1 and not isinstance(exc, LedgerUnavailable):
+                # One of them is to blame, and nothing was written: let the others through.
+                for one in batch:
+                    await self._send([one])
+                return
             for _, future in batch:
                 if not future.done():
                     future.set_exception(exc)

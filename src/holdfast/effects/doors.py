@@ -74,6 +74,8 @@ class BlockingEffectCall:
         if ticket.value is not None:
             recorded: R = effect.decoded(ticket.value)
             return recorded
+        if self._scope.stopped:
+            wait_for(tools, lambda: effect.refused(ticket))
         try:
             with inside("effect"):
                 value = function(*args, **kwargs)
@@ -111,6 +113,7 @@ class Blocking:
         tools = self._scope.tools
         position, step = wait_for(tools, lambda: self._steps.find(name))
         if step is None:
+            self._scope.check(f"the step {name!r}")
             with inside("step"):
                 value = function(*args, **kwargs)
             step = wait_for(tools, lambda: self._steps.record(position, name, value))
@@ -140,6 +143,7 @@ def wait_for(tools: Tools, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
             return future.result(_LOOK_S)
         except TimeoutError:
             if future.done():
-                raise
+                # It came in this very moment, or raised a TimeoutError of its own.
+                return future.result()
             if tools.loop.is_closed():
                 raise Unavailable("the worker has ended; the job will run again elsewhere") from None

@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, NoReturn, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -36,6 +37,7 @@ from holdfast.errors import (
     InvalidOption,
     InvalidPayload,
     LedgerUnavailable,
+    RunOver,
     Unavailable,
 )
 from holdfast.ledger.port import Held, KeyState, Outcome, Reservation
@@ -45,6 +47,7 @@ T = TypeVar("T")
 
 _log: Final = logging.getLogger("holdfast.effects")
 
+#: In bytes of UTF-8: a key is looked up in an index.
 _KEY_LIMIT: Final = 1_000
 _REASON_LIMIT: Final = 500
 #: How long to wait between two looks at somebody else's effect.
@@ -97,6 +100,8 @@ class Ticket:
 
     outcome: Outcome
     value: bytes | None = None
+    #: Why the key was in doubt when it was taken over to act again; empty if it was not. That doubt stays.
+    doubt: str = ""
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -112,6 +117,7 @@ class Effect:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
+        self._scope = scope
         self._tools = scope.tools
         self._claim: Claim = scope.claim
         self._options = options
@@ -166,15 +172,19 @@ class Effect:
 
     async def begin(self) -> Ticket:
         """Reserve the key, or find out what became of it. Raises if it is in doubt, or under way for too long."""
+        self._scope.check(self._what)
         desk = await self._tools.desk()
         backoff: Backoff | None = None
         give_up_at = self._tools.loop.time() + self._tools.patience_s
-        instead_of = ""
+        instead_of, doubt = "", ""
         while True:
-            ticket = Ticket(self._outcome(uuid4().hex))
+            ticket = Ticket(self._outcome(uuid4().hex), doubt=doubt)
             held = await self._reserve(desk, ticket, instead_of)
-            instead_of = ""
+            instead_of, doubt = "", ""
             if held.token == ticket.outcome.token:
+                if self._scope.stopped:
+                    await self.refused(ticket)
+                self._note("it was under way when the run ended")
                 return ticket
             self._check_binding(held)
             if held.state is KeyState.DONE:
@@ -192,34 +202,62 @@ class Effect:
             if isinstance(resolved, Ticket):
                 return resolved
             instead_of = resolved
+            if resolved and self._options.in_doubt == "run_again" and resolved not in self._tools.unused:
+                doubt = _why(held)
 
     async def succeeded(self, ticket: Ticket, value: Any) -> Any:
         """It happened: record its result, and give it back as it was recorded."""
         try:
             encoded = encode_json(value, f"the result of the effect {self._key!r}", self._tools.payload_limit)
         except HoldfastError as exc:
-            await self._conclude(ticket, KeyState.IN_DOUBT, reason=f"it happened, but its result cannot be kept: {exc}")
+            reason = f"it happened, but its result cannot be kept: {exc}"
+            self._note(reason)
+            await self._conclude(ticket, KeyState.IN_DOUBT, reason=reason)
             raise InvalidPayload(
                 f"the effect {self._key!r} has happened, but its result cannot be kept ({exc}); it will not run again: "
-                f"return something that is JSON, then `holdfast effects resolve {self._key} --done RESULT`"
+                f"return something that is JSON, then `holdfast effects resolve {shlex.quote(self._key)} --done RESULT`"
             ) from exc
         await self._conclude(ticket, KeyState.DONE, value=encoded)
+        self._scope.undecided.pop(self._key, None)
         return self.decoded(encoded)
 
     async def failed(self, ticket: Ticket, error: BaseException) -> None:
         """It raised: in doubt, or certainly not done. A ledger that is away does not matter: the lease tells, too."""
-        certain = isinstance(error, self._options.not_done)
+        # What a call before this one did, nobody knows: that this one did nothing does not change it.
+        certain = isinstance(error, self._options.not_done) and not ticket.doubt
         reason = f"{type(error).__name__}: {error}"[:_REASON_LIMIT]
+        if certain:
+            self._scope.undecided.pop(self._key, None)
+        else:
+            self._note(reason)
         try:
             await self._conclude(ticket, None if certain else KeyState.IN_DOUBT, reason=reason)
         except LedgerUnavailable as exc:
             if certain:
                 self._tools.give_back(ticket.outcome)
+                return
             _log.warning("the end of the effect %r could not be written, it stays in doubt: %s", self._key, exc)
+
+    async def refused(self, ticket: Ticket) -> NoReturn:
+        """The run ended before the act: give the reservation back, and raise `RunOver`."""
+        self._scope.undecided.pop(self._key, None)
+        self._tools.active.pop(ticket.outcome.token, None)
+        ticket.over.set()
+        self._tools.give_back(_unused(ticket))
+        raise RunOver(self._claim.job_id, self._what)
 
     def decoded(self, value: bytes) -> Any:
         """A recorded result, as the function would have returned it."""
         return decode_as(self._function, value)
+
+    @property
+    def _what(self) -> str:
+        return f"the effect {self._key!r}"
+
+    def _note(self, why: str) -> None:
+        """Remember that a person would have to decide, if the run ended now."""
+        if self._options.in_doubt == "suspend":
+            self._scope.undecided[self._key] = why
 
     # Reserving ---------------------------------------------------------------------------------------
 
@@ -235,7 +273,7 @@ class Effect:
             if isinstance(exc, asyncio.CancelledError | LedgerUnavailable):
                 # It may have been made all the same, and nothing will happen under it.
                 reserving.add_done_callback(_consume)
-                self._tools.give_back(ticket.outcome)
+                self._tools.give_back(_unused(ticket))
             raise
         if held.token != token:
             del self._tools.active[token]
@@ -304,7 +342,7 @@ class Effect:
             return held.token
         if callable(policy):
             return await self._ask(policy, held)
-        why = held.reason or f"worker {held.worker} was lost in attempt {held.attempt} of job {held.job_id}"
+        why = _why(held)
         if held.state is KeyState.RESERVED:
             await desk.conclude(
                 msgspec.structs.replace(self._outcome(held.token), state=KeyState.IN_DOUBT, reason=why[:_REASON_LIMIT])
@@ -358,11 +396,22 @@ def check_key(key: object) -> str:
     """Any text that is not empty, not too long, and can be stored."""
     if not isinstance(key, str) or not key:
         raise InvalidOption(f"an effect's key must be a text that is not empty, got {key!r}")
-    if len(key) > _KEY_LIMIT:
-        raise InvalidOption(f"an effect's key has {len(key)} characters, the limit is {_KEY_LIMIT}")
     if clean(key) != key:
         raise InvalidOption(f"an effect's key {key!r} must have no zero bytes and no half characters (lone surrogates)")
+    if (size := len(key.encode())) > _KEY_LIMIT:
+        raise InvalidOption(f"an effect's key has {size} bytes of UTF-8, the limit is {_KEY_LIMIT}")
     return key
+
+
+def _why(held: Held) -> str:
+    return held.reason or f"worker {held.worker} was lost in attempt {held.attempt} of job {held.job_id}"
+
+
+def _unused(ticket: Ticket) -> Outcome:
+    """A reservation under which nothing was done: its key is free, or in doubt as before."""
+    if not ticket.doubt:
+        return ticket.outcome
+    return msgspec.structs.replace(ticket.outcome, state=KeyState.IN_DOUBT, reason=ticket.doubt[:_REASON_LIMIT])
 
 
 async def _quietly(words: Awaitable[Any]) -> None:

@@ -42,6 +42,7 @@ class Steps:
 
     def __init__(self, scope: Scope) -> None:
         claim = scope.claim
+        self._scope = scope
         self._tools = scope.tools
         self._job = JobKey(claim.tenant_id, claim.queue, claim.job_id)
         self._attempt = claim.attempt
@@ -54,6 +55,7 @@ class Steps:
         position, recorded = await self._next(_checked(name))
         if recorded is not None:
             return decode_as(function, recorded.result)
+        self._scope.check(f"the step {name!r}")
         with inside("step"):
             value = await call(function, args, kwargs)
         return decode_as(function, (await self.record(position, name, value)).result)
@@ -89,6 +91,7 @@ class Steps:
         return step
 
     async def _next(self, name: str) -> tuple[int, Step | None]:
+        self._scope.check(f"the step {name!r}")
         # Counted before anything is awaited: the order of the calls is the order of the steps.
         self._taken += 1
         position = self._taken

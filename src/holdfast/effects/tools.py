@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from holdfast.core.backoff import Backoff
 from holdfast.core.job import Claim, JobView
 from holdfast.effects.desk import Desk
-from holdfast.errors import InvalidOption, LedgerUnavailable
+from holdfast.errors import InvalidOption, LedgerUnavailable, RunOver
 from holdfast.ledger.port import Effects, Outcome
 from holdfast.observe.counts import Counts
 
@@ -83,8 +83,12 @@ class Tools:
         return task
 
     def give_back(self, outcome: Outcome) -> None:
-        """A reservation that was perhaps made and will not be used: free its key as soon as the ledger answers."""
-        self.unused.add(outcome.token)
+        """A reservation that was perhaps made and will not be used: say so as soon as the ledger answers.
+
+        Its key is free then, or in doubt again if it was so before.
+        """
+        if outcome.state is None:
+            self.unused.add(outcome.token)
         self.later(self._give_back(outcome))
 
     async def _give_back(self, outcome: Outcome) -> None:
@@ -113,8 +117,17 @@ class Tools:
 class Scope:
     """One run of one job, as its effects and steps see it."""
 
-    __slots__ = ("claim", "tools")
+    __slots__ = ("claim", "stopped", "tools", "undecided")
 
     def __init__(self, claim: Claim, tools: Tools) -> None:
         self.claim = claim
         self.tools = tools
+        #: The run was ended from outside; a thread, or a task that swallows its cancellation, goes on all the same.
+        self.stopped = False
+        #: Effects whose doubt a person has to decide: under way, or ended in doubt. By key, with the reason.
+        self.undecided: dict[str, str] = {}
+
+    def check(self, what: str) -> None:
+        """Raises `RunOver` once the run is over: another one may be at work already, and would do it again."""
+        if self.stopped:
+            raise RunOver(self.claim.job_id, what)

@@ -6,6 +6,7 @@ waits there while the first one is at work, and gets its result.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -74,7 +75,7 @@ async def transaction(
                     return decode_as(function, _value(key, recorded, bound_to))
             in_function = True
             with inside("transaction"):
-                result = await function(opened.handle, *args, **kwargs)
+                result = await _awaitable(function(opened.handle, *args, **kwargs), bound_to[0])
             in_function = False
             value = encode_json(result, f"the result of the transaction {key!r}", payload_limit)
             await opened.record(claim.tenant_id, key, value.decode())
@@ -83,6 +84,15 @@ async def transaction(
         raise
     except Exception as exc:
         raise _translated(exc, in_function=in_function) from exc
+
+
+def _awaitable(returned: Any, name: str) -> Awaitable[Any]:
+    if not inspect.isawaitable(returned):
+        raise UsageError(
+            f"ctx.transaction takes an async function, and {name} is a plain one: make it an `async def` that awaits "
+            "what it does on the connection; nothing was written"
+        )
+    return returned
 
 
 def _row(claim: Claim, key: str, bound_to: tuple[str, str]) -> dict[str, Any]:

@@ -148,6 +148,10 @@ class FeedEntry(msgspec.Struct, frozen=True):
     events: list[Event]
     #: A durable submission waits for it: do not linger.
     hurry: bool = False
+    #: About how many bytes it takes; 0: unknown.
+    size: int = 0
+    #: Why nothing could be read from it: another program's, damaged, or of a newer release.
+    fault: str = ""
 
 
 class Survey(msgspec.Struct, frozen=True):

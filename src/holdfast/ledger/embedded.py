@@ -16,6 +16,7 @@ from holdfast.engine.sqlite.store import Place
 if TYPE_CHECKING:
     from holdfast.ledger.port import Effects, Projection, Recovery
     from holdfast.ledger.queries import Queries
+    from holdfast.ledger.retention import Marks
     from holdfast.ledger.sqlite.store import SqliteStore
 
 
@@ -66,7 +67,7 @@ class EmbeddedLedger:
         """For another event loop."""
         return EmbeddedLedger(self._place, self._clock)
 
-    async def prune(self, keep_ms: int, limit: int) -> int:
+    async def prune(self, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
         """Nothing: the engine prunes its file, by the same setting."""
         return 0
 

@@ -6,6 +6,7 @@ Every state and every event has its sentence; an event that nobody here knows is
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
@@ -16,6 +17,7 @@ import msgspec
 from holdfast.clock import to_datetime
 from holdfast.core.job import Event, JobView
 from holdfast.core.states import DUPLICATE_EVENT, FINAL, FORKED_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State
+from holdfast.errors import EffectInDoubt
 
 _ORDINALS: Final = ("no", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 
@@ -255,14 +257,23 @@ def _is_retrying(last: Event, events: Sequence[Event], scene: Scene) -> _Present
 
 
 def _is_suspended(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
-    then = "Nothing happens by itself. Resumed, the same job goes on with fresh retries; else cancel it."
+    resume = f"`holdfast jobs resume {scene.job_id}`"
     if scene.in_doubt:
         keys = ", ".join(scene.in_doubt)
+        resolve = f"holdfast effects resolve {shlex.quote(scene.in_doubt[0])}"
         return (
             [f"A person has to decide: nobody knows whether this effect happened: {keys}."],
-            [f"Look, then `holdfast effects resolve {scene.in_doubt[0]}` with --done or --not-done, and resume it."],
+            [f"Look, then `{resolve}` with --done or --not-done, which sends the job back to work."],
         )
-    return [f"A person has to decide: it is suspended since {_clock(last.at_ms)}{_reason(last)}."], [then]
+    if (last.data or {}).get("code") == EffectInDoubt.code:
+        return (
+            ["An effect was in doubt, and no longer is: its end has been recorded, or its key is free again."],
+            [f"Nothing happens by itself. {resume} sends it back to work."],
+        )
+    return (
+        [f"A person has to decide: it is suspended since {_clock(last.at_ms)}{_reason(last)}."],
+        [f"Nothing happens by itself. {resume} sends it back to work with fresh retries; else cancel it."],
+    )
 
 
 def _is_succeeded(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
@@ -345,6 +356,8 @@ def _error(event: Event) -> str:
     data = event.data or {}
     kind = data.get("type") or data.get("code") or ""
     message = " ".join(str(data.get("message") or event.message or "").split())
+    # What to do stands at the end of the story; here half of a command would be left of it.
+    message = message.partition(EffectInDoubt.ADVICE)[0]
     told = ": ".join(part for part in (str(kind), message) if part)
     return f": {told[:200]}" if told else ""
 
@@ -355,8 +368,8 @@ def _by(event: Event) -> str:
 
 
 def _reason(event: Event) -> str:
-    said = (event.data or {}).get("reason") or event.message
-    return f" ({' '.join(str(said).split())[:200]})" if said else ""
+    said = str((event.data or {}).get("reason") or event.message).partition(EffectInDoubt.ADVICE)[0]
+    return f" ({' '.join(said.split())[:200]})" if said else ""
 
 
 def _word(state: State | None) -> str:

@@ -9,6 +9,7 @@ from holdfast.clock import Clock, SystemClock
 from holdfast.engine.factory import sqlite_path
 from holdfast.engine.port import Engine
 from holdfast.errors import InvalidOption
+from holdfast.ledger.owner import engine_name
 from holdfast.settings import Settings
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _database(settings: Settings, url: str) -> Ledger:
         connect_timeout_s=settings.connect_timeout_s,
         reply_timeout_s=settings.reply_timeout_s,
     )
-    return PostgresLedger(PostgresStore(url, options, guard_for(settings.namespace)))
+    return PostgresLedger(PostgresStore(url, options, guard_for(settings.namespace, engine_name(settings.url))))
 
 
 def _file(settings: Settings, url: str, clock: Clock) -> Ledger:
@@ -59,4 +60,5 @@ def _file(settings: Settings, url: str, clock: Clock) -> Ledger:
     path = sqlite_path(url)
     if path == ":memory:":
         raise InvalidOption("a ledger that remembers nothing is none; name a file: sqlite:///ledger.db")
-    return SqliteLedger(SqliteStore(Place(path), prepare_ledger, guard_for(settings.namespace, clock)), clock)
+    guard = guard_for(settings.namespace, clock, engine_name(settings.url))
+    return SqliteLedger(SqliteStore(Place(path), prepare_ledger, guard), clock)

@@ -29,8 +29,9 @@ LAST_ERROR_LIMIT: Final = 2_000
 #: A lost lease ended this attempt.
 RECLAIMED: Final = "reclaimed"
 
-#: What a job is called whose creation nobody told us.
+#: What a job is called whose creation nobody told us, and its payload, which is no submission's.
 UNKNOWN_TASK: Final = "unknown"
+UNKNOWN_PAYLOAD: Final = "null"
 
 #: Why an event is an anomaly.
 AFTER_THE_END: Final = "the job had ended in the ledger"
@@ -310,7 +311,7 @@ def envelope_of(draft: Draft) -> tuple[str, int, str, str, str, str | None, str 
         data.get("priority", int(Priority.NORMAL)),
         data.get("idempotency_key") or draft.job_id,
         data.get("trace_id") or "",
-        data.get("payload", "null"),
+        data.get("payload", UNKNOWN_PAYLOAD),
         None if context is None else to_json(context),
         data.get("meta") or None,
     )

@@ -12,6 +12,7 @@ from holdfast.ledger.postgres.projection import PostgresProjection
 from holdfast.ledger.postgres.store import PostgresStore
 from holdfast.ledger.queries import Queries
 from holdfast.ledger.recovery import SqlRecovery
+from holdfast.ledger.retention import Marks
 from holdfast.ledger.sqlite import diagnosis as sqlite_diagnosis
 from holdfast.ledger.sqlite import retention as sqlite_retention
 from holdfast.ledger.sqlite.effects import SqliteEffects
@@ -30,17 +31,17 @@ class PostgresLedger:
         self.queries = Queries(store.readers)
 
     async def open(self) -> None:
-        # The store looks at the ledger with its first connection.
-        await self.store.execute("SELECT 1")
+        await self.store.open()
 
     async def close(self) -> None:
+        await self.projection.close()
         await self.store.close()
 
     def sibling(self) -> PostgresLedger:
         return PostgresLedger(self.store.sibling())
 
-    async def prune(self, keep_ms: int, limit: int) -> int:
-        return await postgres_retention.prune(self.store, keep_ms, limit)
+    async def prune(self, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
+        return await postgres_retention.prune(self.store, keep_ms, limit, marks)
 
     async def diagnose(self) -> list[Finding]:
         return await postgres_diagnosis.examine(self.store)
@@ -61,13 +62,14 @@ class SqliteLedger:
         await self.store.open()
 
     async def close(self) -> None:
+        await self.projection.close()
         await self.store.close()
 
     def sibling(self) -> SqliteLedger:
         return SqliteLedger(self.store.sibling(), self._clock)
 
-    async def prune(self, keep_ms: int, limit: int) -> int:
-        return await self.store.write(sqlite_retention.prune, self._clock.now_ms(), keep_ms, limit)
+    async def prune(self, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
+        return await self.store.write(sqlite_retention.prune, self._clock.now_ms(), keep_ms, limit, marks)
 
     async def diagnose(self) -> list[Finding]:
         return await sqlite_diagnosis.examine(self.store)

@@ -17,13 +17,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Dialect, Select, and_, func, literal, or_, select, tuple_
+from sqlalchemy import ColumnElement, Dialect, Select, and_, func, literal, literal_column, or_, select, tuple_
 from sqlalchemy.sql.expression import collate
 
 from holdfast.core.states import State
 from holdfast.errors import InvalidOption, UsageError
 from holdfast.ledger.records import JobRow
-from holdfast.ledger.schema import jobs
+from holdfast.ledger.schema import INDEXED_BYTES, jobs
 from holdfast.ledger.text import clean
 
 #: Rows that are looked through for one page, by all its searches together …
@@ -108,9 +108,11 @@ class Search(msgspec.Struct, frozen=True):
         """The first matches."""
         conditions = self._residual()
         if not conditions:
-            return self._ordered(select(*COLUMNS).where(*self._driving()), jobs.c, dialect).limit(limit)
+            return self._ordered(select(*COLUMNS).where(*self._driving(dialect)), jobs.c, dialect).limit(limit)
         scanned = (
-            self._ordered(select(*COLUMNS).where(*self._driving()), jobs.c, dialect).limit(self.scanned).subquery()
+            self._ordered(select(*COLUMNS).where(*self._driving(dialect)), jobs.c, dialect)
+            .limit(self.scanned)
+            .subquery()
         )
         checks = self._residual(scanned.c)
         return self._ordered(select(scanned).where(*checks), scanned.c, dialect).limit(limit)
@@ -120,7 +122,7 @@ class Search(msgspec.Struct, frozen=True):
         if not self._residual():
             return None
         place = select(jobs.c.created_at, jobs.c.job_id, jobs.c.queue, jobs.c.tenant_id)
-        return self._ordered(place.where(*self._driving()), jobs.c, dialect).offset(self.scanned - 1).limit(1)
+        return self._ordered(place.where(*self._driving(dialect)), jobs.c, dialect).offset(self.scanned - 1).limit(1)
 
     def _ordered(self, statement: Select[Any], columns: Any, dialect: Dialect) -> Select[Any]:
         created_at, job_id, queue = (
@@ -141,7 +143,7 @@ class Search(msgspec.Struct, frozen=True):
             statement = statement.where(created_at <= self.after.created_at)
         return statement.order_by(created_at.desc(), job_id.desc(), queue.desc())
 
-    def _driving(self) -> list[ColumnElement[bool]]:
+    def _driving(self, dialect: Dialect) -> list[ColumnElement[bool]]:
         """What the index knows, and its predicate, word for word."""
         wanted = self.wanted
         conditions = [jobs.c.tenant_id == clean(self.tenant_id)]
@@ -153,11 +155,11 @@ class Search(msgspec.Struct, frozen=True):
             case "key":
                 key = clean(wanted.idempotency_key)
                 own = and_(jobs.c.job_id == key, jobs.c.idempotency_key.in_((key, "")))
-                conditions.append(
-                    or_(and_(jobs.c.idempotency_key == key, jobs.c.idempotency_key != jobs.c.job_id), own)
-                )
+                given = [jobs.c.idempotency_key == key, jobs.c.idempotency_key != jobs.c.job_id]
+                conditions.append(or_(and_(*given, *_indexed(jobs.c.idempotency_key, dialect)), own))
             case "trace":
                 conditions += [jobs.c.trace_id == clean(wanted.trace_id), jobs.c.trace_id != ""]
+                conditions += _indexed(jobs.c.trace_id, dialect)
             case "state":
                 conditions += [jobs.c.state == self.state, jobs.c.state != State.SUCCEEDED.value]
             case "error":
@@ -170,6 +172,8 @@ class Search(msgspec.Struct, frozen=True):
         """What is checked row by row."""
         wanted, driver = self.wanted, self._driver()
         conditions: list[ColumnElement[bool]] = []
+        if wanted.idempotency_key is not None and driver != "key":
+            conditions.append(columns.idempotency_key == clean(wanted.idempotency_key))
         if wanted.trace_id is not None and driver != "trace":
             conditions.append(columns.trace_id == clean(wanted.trace_id))
         if wanted.states and driver != "state":
@@ -184,9 +188,9 @@ class Search(msgspec.Struct, frozen=True):
 
     def _driver(self) -> str:
         wanted = self.wanted
-        if wanted.idempotency_key is not None:
+        if wanted.idempotency_key is not None and _is_indexed(wanted.idempotency_key):
             return "key"
-        if wanted.trace_id:
+        if wanted.trace_id and _is_indexed(wanted.trace_id):
             return "trace"
         if self.state is not None:
             return "state"
@@ -214,3 +218,15 @@ def tenants_of_jobs() -> Select[Any]:
 
 def _by_code(column: ColumnElement[str], dialect: Dialect) -> ColumnElement[str]:
     return collate(column, "BINARY" if dialect.name == "sqlite" else "C")
+
+
+def _is_indexed(text: str) -> bool:
+    """Longer ones, which only other programs send, are looked for row by row."""
+    return len(clean(text).encode()) <= INDEXED_BYTES
+
+
+def _indexed(column: ColumnElement[str], dialect: Dialect) -> list[ColumnElement[bool]]:
+    """What else the index says of its rows, as in `ledger.schema`."""
+    if dialect.name == "sqlite":
+        return []
+    return [func.octet_length(column) <= literal_column(str(INDEXED_BYTES))]

@@ -30,6 +30,10 @@ from holdfast.ledger.version import HEAD, READ_VERSION, TABLE
 T = TypeVar("T")
 
 BASE: Final = "base"
+UNKNOWN_VERSION: Final = (
+    f"no release of holdfast has had that version, so somebody has changed the table {TABLE}; put the right one back, "
+    "or restore the ledger from a backup"
+)
 _SCRIPTS: Final = Path(__file__).parent / "migrations"
 #: Any number will do, as long as all of us take the same one.
 _LOCK: Final = 0x686F6C64
@@ -110,20 +114,23 @@ async def status(store: Target) -> Status:
         found = None
     else:
         found = await _run(store, _found, only_look=True)
-    scripts = ScriptDirectory(str(_SCRIPTS))
-    known = [one.revision for one in scripts.walk_revisions()]
-    pending = [
-        Migration(one.revision, (one.doc or "").rstrip("."))
-        for one in reversed(list(scripts.walk_revisions()))
-        if found is None or (found in known and one.revision > found)
-    ]
+    known = _known()
+    pending = [one for one in known.values() if found is None or (found in known and one.version > found)]
     return Status(name, found, HEAD, pending)
+
+
+def _known() -> dict[str, Migration]:
+    """Every migration of this release, in order."""
+    scripts = ScriptDirectory(str(_SCRIPTS)).walk_revisions()
+    return {one.revision: Migration(one.revision, (one.doc or "").rstrip(".")) for one in reversed(list(scripts))}
 
 
 def _change(connection: Connection, name: str, run: Callable[[Config], None]) -> Change:
     before = _found(connection)
     if before is not None and before > HEAD:
         raise SchemaMismatch(name, before, HEAD)
+    if before is not None and before not in _known():
+        raise SchemaMismatch(name, before, HEAD, advice=UNKNOWN_VERSION)
     run(_config(connection))
     return Change(name, before, _found(connection))
 

@@ -11,7 +11,7 @@ arguments.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ from holdfast.core.job import Event
 from holdfast.core.states import State
 from holdfast.engine.port import FeedEntry, Finding, KnownKey
 from holdfast.ledger.keys import JobKey as JobKey
+from holdfast.ledger.retention import Marks
 
 if TYPE_CHECKING:
     # Loads SQLAlchemy, which a worker without a ledger does not need.
@@ -63,8 +64,12 @@ class Projection(Protocol):
     """Feed → ledger, exactly once: rows and position are one transaction, fenced by the old position (rules 14–18)."""
 
     async def take(self, queue: str, projector: str, lease_ms: int) -> Position | None:
-        """Be this feed's projector for `lease_ms`; None while another one is alive. Only saves work: fencing is by
-        position, so two at once do no harm."""
+        """Be this feed's projector for `lease_ms`; None while another one is alive or at it; never waits for one.
+        Only saves work: fencing is by position, so two at once do no harm."""
+        ...
+
+    async def taken(self, queues: Sequence[str], projector: str) -> set[str]:
+        """Those of the feeds that another projector has now, in one look: for standing by."""
         ...
 
     async def release(self, queue: str, projector: str) -> None:
@@ -95,8 +100,12 @@ class Projection(Protocol):
         """Positions of those entries that are in the ledger already (same position, same nonce): for after a fork."""
         ...
 
-    async def unacked(self, queue: str, limit: int) -> list[DeadLetter]:
-        """Dead letters whose jobs are still to be moved on."""
+    async def unacked(self, queue: str, limit: int, after: DeadLetter | None = None) -> list[DeadLetter]:
+        """Dead letters whose jobs are still to be moved on, by tenant and id; those that come `after` one."""
+        ...
+
+    async def letters(self, keys: Sequence[JobKey]) -> list[DeadLetter]:
+        """The dead letters of these jobs, told or not, as far as there are any."""
         ...
 
     async def ack(self, letters: Sequence[DeadLetter]) -> None:
@@ -112,7 +121,12 @@ class Projection(Protocol):
         ...
 
     async def wait_present(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
-        """Those of the jobs that are in the ledger, once all are, or after `wait_ms`. Callers share look-ups."""
+        """Those of the jobs that are in the ledger with all that was submitted, once all are, or after `wait_ms`.
+        Callers share look-ups."""
+        ...
+
+    async def close(self) -> None:
+        """Nobody waits any longer: those who do are cancelled."""
         ...
 
 
@@ -221,7 +235,7 @@ class Recovery(Protocol):
     """What the ledger knows about open jobs. Pages are read one by one, each in a short transaction of its own: no
     snapshot is kept while somebody works on a page."""
 
-    async def queues(self) -> list[str]:
+    def queues(self) -> Coroutine[Any, Any, list[str]]:
         """Queues that the ledger has read a feed of: the engine may have forgotten them."""
         ...
 
@@ -269,9 +283,10 @@ class Ledger(Protocol):
         """A ledger on the same store with connections of its own, for another event loop."""
         ...
 
-    async def prune(self, keep_ms: int, limit: int) -> int:
+    async def prune(self, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
         """Drop finished jobs (with events, steps) that ended longer ago, expired effect keys, old feed entries: about
         `limit` rows in one short transaction; how many went. Never an open job, a key in doubt, or an open dead letter.
+        Begins at the marks, and moves them.
         """
         ...
 

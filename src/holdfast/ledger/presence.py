@@ -54,6 +54,17 @@ class Presence:
                 self._leave(key, future)
         return {key for key, future in futures.items() if _is_there(future)}
 
+    async def close(self) -> None:
+        """Nobody waits any longer: those who do are cancelled."""
+        tasks = [hall.task for hall in self._halls.values() if hall.task is not None]
+        for hall in self._halls.values():
+            for futures in hall.waiting.values():
+                for future in futures:
+                    future.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def _enter(self, key: JobKey) -> asyncio.Future[None]:
         hall = self._halls.setdefault(key.queue, _Hall())
         future = asyncio.get_running_loop().create_future()
@@ -76,6 +87,12 @@ class Presence:
             del hall.waiting[key]
 
     async def _watch(self, queue: str, hall: _Hall) -> None:
+        try:
+            await self._look_again_and_again(queue, hall)
+        finally:
+            del self._halls[queue]
+
+    async def _look_again_and_again(self, queue: str, hall: _Hall) -> None:
         with self._news.of(queue) as hall.turn:
             while hall.waiting:
                 try:
@@ -89,7 +106,6 @@ class Presence:
                             future.set_result(None)
                 if hall.waiting:
                     await hall.turn.wait(_LOOK_S)
-        del self._halls[queue]
 
     def _fail(self, hall: _Hall, error: Exception) -> None:
         for futures in hall.waiting.values():

@@ -54,6 +54,8 @@ class Instant(TypeDecorator[datetime]):
 
 #: Compared byte by byte: cheaper in an index than a language's collation, and every store sorts alike.
 NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
+#: Keys and trace ids that can be looked up: as long as holdfast itself accepts.
+INDEXED_BYTES: Final = 1_000
 
 
 def _listed(states: frozenset[State]) -> str:
@@ -117,12 +119,13 @@ jobs: Final = Table(
 # Not by job id as well: jobs of one moment share an entry in these indexes, which makes them small and quick to write.
 Index("by_time", jobs.c.tenant_id, jobs.c.created_at, _table=jobs)
 Index("by_type", jobs.c.tenant_id, jobs.c.job_type, jobs.c.created_at, _table=jobs)
+# An index of PostgreSQL holds 2,704 bytes a row. No job may be refused for that: what is longer is not in the index.
 Index(
     "by_trace",
     jobs.c.tenant_id,
     jobs.c.trace_id,
     _table=jobs,
-    postgresql_where=text("trace_id <> ''"),
+    postgresql_where=text(f"trace_id <> '' AND octet_length(trace_id) <= {INDEXED_BYTES}"),
     sqlite_where=text("trace_id <> ''"),
 )
 Index(
@@ -130,7 +133,7 @@ Index(
     jobs.c.tenant_id,
     jobs.c.idempotency_key,
     _table=jobs,
-    postgresql_where=text("idempotency_key <> job_id"),
+    postgresql_where=text(f"idempotency_key <> job_id AND octet_length(idempotency_key) <= {INDEXED_BYTES}"),
     sqlite_where=text("idempotency_key <> job_id"),
 )
 #: Everything that is not an ordinary success: open jobs, and those that somebody will ask about.
@@ -354,6 +357,8 @@ ledger_owner: Final = Table(
     metadata,
     Column("id", SmallInteger, nullable=False, autoincrement=False),
     Column("namespace", NAME, nullable=False),
+    #: The engine that was last seen with it; two of one namespace are warned of.
+    Column("engine", NAME, nullable=False, server_default=""),
     Column("since", Instant, nullable=False),
     PrimaryKeyConstraint("id"),
     CheckConstraint("id = 1", name="one"),
@@ -400,3 +405,4 @@ anomalies: Final = Table(
     PrimaryKeyConstraint("tenant_id", "id"),
 )
 Index("by_job", anomalies.c.tenant_id, anomalies.c.job_id, anomalies.c.queue, _table=anomalies)
+Index("by_time", anomalies.c.tenant_id, anomalies.c.at, _table=anomalies)

@@ -36,10 +36,10 @@ class Counts:
     effect_duplicates: int = 0
     #: Events that reached the ledger from the feed …
     projected: int = 0
-    #: … how many of them did not fit its story, and how often the feed was another one than before.
+    #: … how many of them did not fit its story, or could not be read, and how often the feed was another one.
     anomalies: int = 0
     forks: int = 0
     #: Batches that did not fit at first sight: they cost a look-up.
     looked_up: int = 0
-    #: How old the newest event was when it reached the ledger, last time.
+    #: How old the oldest event is that is not in the ledger, or was when it got there in the last turn.
     feed_lag_ms: int = 0

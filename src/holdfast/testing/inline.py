@@ -7,8 +7,8 @@
     await drain(app)                             # a real worker, until nothing is due
 
 Inline mode needs no store: arguments and results go through the same codec, failures through the same
-classification and `judge`; retries and delays happen at once. `drain` runs on the app's own engine; with
-a `ManualClock` and SQLite in memory, advance the clock and drain again.
+classification and `judge`; retries and delays happen at once, only a task's `timeout` is real time. `drain` runs on
+the app's own engine; with a `ManualClock` and SQLite in memory, advance the clock and drain again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from holdfast.core.verdict import (
     Outcome,
     Release,
     RetryLater,
+    Returned,
     Succeed,
     Suspend,
     Verdict,
@@ -44,10 +45,11 @@ from holdfast.engine.port import MAX_BATCH
 from holdfast.errors import TransitionInvalid, UnknownJob, WaitTimeout
 from holdfast.ledger.port import Ledger
 from holdfast.submitter import Desk
-from holdfast.worker.classify import unknown_task
+from holdfast.worker.classify import left_undecided, timed_out, unknown_task
 from holdfast.worker.context import Context
 from holdfast.worker.perform import perform, perform_sync
-from holdfast.worker.plan import Mode, Policy
+from holdfast.worker.plan import Mode, Plan, Policy
+from holdfast.worker.runner import CANCEL_GRACE_S
 from holdfast.worker.worker import Worker
 
 _WORKER: Final = "inline"
@@ -162,24 +164,45 @@ class InlineDesk(Desk):
         while (view := self._views[queue, job_id]).state in (State.QUEUED, State.RETRYING):
             view = self._move(view, State.RUNNING, attempt=view.attempt + 1)
             claim = self._claim(view)
-            outcome = await self._perform(claim)
             plan = self._app.plans.get(claim.task)
+            with_context = plan is not None and plan.context_name is not None
+            context = Context(claim, self._own_tools()) if with_context else None
+            outcome = await self._perform(claim, plan, context)
             policy = plan.policy if plan is not None else Policy()
             verdict = judge(claim, outcome, policy.retry, policy.on_exhausted, self._random, self._clock.now_ms)
+            if context is not None:
+                verdict = left_undecided(verdict, context.undecided)
             try:
                 self._settle(self._views[queue, job_id], claim, verdict)
             except TransitionInvalid:
                 # It cancelled itself in its own run.
                 return
 
-    async def _perform(self, claim: Claim) -> Outcome:
-        plan = self._app.plans.get(claim.task)
+    async def _perform(self, claim: Claim, plan: Plan | None, context: Context | None) -> Outcome:
         if plan is None:
             return unknown_task(claim.task, tuple(self._app.plans))
-        context = Context(claim, self._own_tools()) if plan.context_name is not None else None
-        if plan.mode is Mode.LOOP:
-            return await perform(plan, claim, context)
-        return await asyncio.to_thread(perform_sync, plan, claim, context)
+        on_loop = plan.mode is Mode.LOOP
+        work = perform(plan, claim, context) if on_loop else asyncio.to_thread(perform_sync, plan, claim, context)
+        running = asyncio.ensure_future(work)
+        try:
+            done, _ = await asyncio.wait([running], timeout=plan.timeout_s)
+            if done:
+                return running.result()
+        except asyncio.CancelledError:
+            # The test's own: its job ends with it.
+            await self._end(running, context)
+            raise
+        late = await self._end(running, context)
+        return late if isinstance(late, Returned) else timed_out(plan.timeout_s or 0)
+
+    @staticmethod
+    async def _end(running: asyncio.Future[Outcome], context: Context | None) -> Outcome | None:
+        """End a run from outside. A thread cannot be stopped; nobody waits for it."""
+        if context is not None:
+            context.stop()
+        running.cancel()
+        await asyncio.wait([running], timeout=CANCEL_GRACE_S)
+        return running.result() if running.done() and not running.cancelled() else None
 
     def _own_tools(self) -> Tools:
         loop = asyncio.get_running_loop()

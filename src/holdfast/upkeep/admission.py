@@ -6,30 +6,79 @@ calls `admit`: the idempotency keys that the ledger knows go back into the engin
 So a job that was submitted before the wipe is still a duplicate after it.
 
 Any number may do so at once, here or in other processes: a key that is known stays as it is. The ledger being down must
-not stop intake: then the queue is opened without its keys, and the log says so.
+not stop intake: then the queue is opened without its keys, and the log says so. A submission does not wait for long to
+find that out (`Patience`); but once the ledger has answered, all keys are waited for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from holdfast.engine.port import MAX_BATCH, Engine
-from holdfast.errors import LedgerUnavailable
+from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
 
 if TYPE_CHECKING:
     from holdfast.ledger.port import Ledger
 
 _log: Final = logging.getLogger("holdfast.admission")
 
+T = TypeVar("T")
 
-async def admit(engine: Engine, ledger: Ledger | None, queue: str) -> int:
+#: A ledger that has not answered by then does not answer …
+_ANSWER_S: Final = 2.0
+#: … and is not waited for again so soon.
+_SILENT_S: Final = 5.0
+
+
+class Patience:
+    """How long somebody waits for the ledger's first answer. One event loop."""
+
+    def __init__(self, answer_s: float = _ANSWER_S, silent_s: float = _SILENT_S) -> None:
+        self._answer_s = answer_s
+        self._silent_s = silent_s
+        self._silent_until = 0.0
+        self._questions: set[asyncio.Task[Any]] = set()
+
+    async def ask(self, question: Coroutine[Any, Any, T]) -> T:
+        """The answer. Raises `LedgerUnavailable` if there is none in time, or was none a moment ago."""
+        if time.monotonic() < self._silent_until:
+            question.close()
+            raise LedgerUnavailable("the ledger did not answer a moment ago")
+        asked = asyncio.create_task(question)
+        # Not cancelled when it takes too long: that, too, would wait for the server.
+        self._questions.add(asked)
+        asked.add_done_callback(self._answered)
+        await asyncio.wait({asked}, timeout=self._answer_s)
+        if asked.done():
+            return asked.result()
+        self._silent_until = time.monotonic() + self._silent_s
+        raise LedgerUnavailable(f"the ledger has not answered for {self._answer_s:g} s")
+
+    async def close(self) -> None:
+        """Nobody wants to know any longer."""
+        for question in (questions := list(self._questions)):
+            question.cancel()
+        await asyncio.gather(*questions, return_exceptions=True)
+
+    def _answered(self, asked: asyncio.Task[Any]) -> None:
+        self._questions.discard(asked)
+        if not asked.cancelled():
+            # Looked at, so that asyncio does not complain.
+            asked.exception()
+
+
+async def admit(engine: Engine, ledger: Ledger | None, queue: str, patience: Patience | None = None) -> int:
     """Refill the queue's keys, then register its reader; how many keys the ledger gave. Repeatable."""
     count = 0
     if ledger is not None:
         try:
-            count = await _refill(engine, ledger, queue)
-        except LedgerUnavailable as exc:
+            count = await _refill(engine, ledger, queue, patience)
+        except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
+            # Without its tables, or with somebody else's, it is as good as down: who opens it is told.
             _log.warning(
                 "queue %s takes jobs again although the ledger cannot be asked for its idempotency keys; "
                 "a second submission of a job from before may be accepted: %s",
@@ -42,9 +91,12 @@ async def admit(engine: Engine, ledger: Ledger | None, queue: str) -> int:
     return count
 
 
-async def _refill(engine: Engine, ledger: Ledger, queue: str) -> int:
+async def _refill(engine: Engine, ledger: Ledger, queue: str, patience: Patience | None) -> int:
+    if ledger.projection is None:
+        return 0
+    question = ledger.recovery.queues()
     # A queue that the ledger has never heard of has no keys; a search in a large ledger would delay its first job.
-    if ledger.projection is None or queue not in await ledger.recovery.queues():
+    if queue not in await (question if patience is None else patience.ask(question)):
         return 0
     count = 0
     async for keys in ledger.recovery.submission_keys(queue, engine.options.idempotency_window_ms, MAX_BATCH):

@@ -7,6 +7,8 @@ rows that the others have not locked.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +18,7 @@ from holdfast.upkeep.loop import forever
 
 if TYPE_CHECKING:
     from holdfast.ledger.port import Ledger
+    from holdfast.ledger.retention import Marks
 
 _log: Final = logging.getLogger("holdfast.upkeep")
 
@@ -24,15 +27,26 @@ BATCH: Final = 2_000
 #: Between two batches while there is more, and when there is nothing more.
 _BREATH_S: Final = 0.2
 _PAUSE_S: Final = 300.0
+#: Old jobs that were kept (for an open dead letter, say) are looked at again after this long.
+_AFRESH_S: Final = 6 * 3_600.0
 _DAY_MS: Final = 86_400_000
 
 
 class Archivist:
     """Prunes the ledger until cancelled."""
 
-    def __init__(self, ledger: Ledger, settings: Settings, random: Random | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        settings: Settings,
+        random: Random | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._ledger = ledger
         self._keep_ms = round(settings.retention_days * _DAY_MS)
+        self._monotonic = monotonic
+        self._marks: Marks = {}
+        self._afresh_at = 0.0
         self._random = random or Random()
 
     async def run(self) -> None:
@@ -41,10 +55,13 @@ class Archivist:
 
     async def turn(self) -> float:
         """One batch; how long to pause."""
+        if self._monotonic() >= self._afresh_at:
+            self._marks = {}
+            self._afresh_at = self._monotonic() + _AFRESH_S
         try:
-            gone = await self._ledger.prune(self._keep_ms, BATCH)
+            gone = await self._ledger.prune(self._keep_ms, BATCH, self._marks)
         except LedgerUnavailable as exc:
-            _log.debug("nothing was pruned, the ledger does not answer: %s", exc)
+            _log.warning("nothing was pruned, the ledger does not answer: %s", exc)
             gone = 0
         # A batch may be a little short, as a job's rows go together.
         return _BREATH_S if gone >= BATCH // 2 else _PAUSE_S * self._random.uniform(0.8, 1.2)

@@ -12,7 +12,8 @@ one goes on behind them, and trims. 3. nothing is left to do. A commit of unknow
 Every read begins at the entry that the position names and looks at its nonce. If it is not there the feed has forked
 (Redis was wiped, or a stale replica took over): then the feed is read from its start, without what is written already.
 
-The ledger being down costs nothing but time: the feed waits in the engine.
+The ledger being down costs nothing but time: the feed waits in the engine. A queue that cannot be projected costs the
+others nothing: it is let go, and tried again on its own, later each time.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from random import uniform
 from typing import Any, Final
 from uuid import uuid4
 
 from holdfast.core.backoff import Backoff
 from holdfast.engine.port import Engine, FeedEntry
-from holdfast.errors import HoldfastError, Unavailable
+from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
 from holdfast.ledger.port import Ledger, Position, PositionMoved, Projected
 from holdfast.observe.counts import Counts
 from holdfast.upkeep.admission import admit
+from holdfast.upkeep.complaint import Complaint
 from holdfast.upkeep.dead_letters import DeadLetters
 from holdfast.upkeep.loop import Queues
 
@@ -44,6 +47,9 @@ LINGER_S: Final = 0.05
 ENOUGH_EVENTS: Final = 3_000
 #: … and takes no more than this into one transaction when there is a backlog.
 MOST_EVENTS: Final = 10_000
+MOST_BYTES: Final = 16 * 1024 * 1024
+#: A batch that the ledger does not take in time is halved, down to this part of the above.
+_SMALLEST_SHARE: Final = 1 / 256
 #: While it lingers, it looks for more this often.
 _LOOK_S: Final = 0.005
 
@@ -51,11 +57,20 @@ _LOOK_S: Final = 0.005
 _FIRST_READ: Final = 20
 _MOST_READ: Final = 500
 
-#: How often to look for new queues, for feeds that lost their projector, and whether an idle feed is still the same.
+#: How often to look for new queues, and whether an idle feed is still the same.
 _ROUND_S: Final = 1.0
+#: How often, at least, to look for feeds that have lost their projector or were given back.
+_STAND_BY_S: Final = 2.5
+#: A queue that cannot be projected is tried again after this, twice as long each time, up to …
+_TROUBLE_S: Final = 0.1
+_MOST_TROUBLE_S: Final = 30.0
 _TRIM_S: Final = 1.0
 #: Dead letters that could not be told are tried again after this.
 _LETTERS_S: Final = 5.0
+#: How often to look for dead letters in the engine that the ledger has no word of.
+_STRAYS_S: Final = 30.0
+#: A ledger that does not answer must not hold up the end.
+_GIVE_BACK_S: Final = 1.0
 
 
 class Fork(Exception):
@@ -70,12 +85,36 @@ class Next:
     rest: list[FeedEntry]
     prepared: Any = None
 
+    @property
+    def is_enough(self) -> bool:
+        """Not to wait for more."""
+        return bool(self.rest) or _is_enough(self.batch)
+
+    @property
+    def hurry(self) -> bool:
+        return any(entry.hurry for entry in self.batch)
+
+
+class Trouble:
+    """A queue that could not be projected."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(base_s=_TROUBLE_S, cap_s=_MOST_TROUBLE_S)
+        self.complaint = Complaint(_log)
+        self.share = 1.0
+        self.until = 0.0
+
+    def once_more(self) -> None:
+        self.until = time.monotonic() + self._backoff.next_s()
+
 
 class Track:
     """One feed, as this projector follows it while it has the lease."""
 
-    def __init__(self, queue: str, at: Position) -> None:
+    def __init__(self, queue: str, at: Position, share: float = 1.0) -> None:
         self.queue = queue
+        #: Which part of a full batch may be written at once.
+        self.share = share
         #: Where the ledger is.
         self.at = at
         #: The position is not known to be in this feed: it is new, or has forked.
@@ -84,11 +123,35 @@ class Track:
         self.trimmed_at = 0.0
         self.trimmed_to = ""
         self.leased_until = 0.0
+        #: What was read and is to be written in this turn.
+        self.pending: Next | None = None
         self.ahead: asyncio.Task[Next] | None = None
+        #: How large its entries were, last time.
+        self.entry_size = 0
+        self.strays_at = time.monotonic() + _STRAYS_S
         self.telling: asyncio.Task[None] | None = None
         self.tell_at = 0.0
 
+    @property
+    def most_events(self) -> int:
+        return max(1, round(MOST_EVENTS * self.share))
+
+    @property
+    def most_bytes(self) -> int:
+        return max(1, round(MOST_BYTES * self.share))
+
+    def cut(self, entries: list[FeedEntry]) -> Next:
+        """As many as go into one transaction, and the rest; at least one."""
+        events = size = 0
+        for place, entry in enumerate(entries):
+            events += len(entry.events)
+            size += entry.size
+            if (events > self.most_events or size > self.most_bytes) and place:
+                return Next(entries[:place], entries[place:])
+        return Next(entries, [])
+
     def drop_ahead(self) -> None:
+        self.pending = None
         if self.ahead is not None:
             self.ahead.cancel()
             self.ahead.add_done_callback(_look_at)
@@ -123,6 +186,13 @@ class Projector:
         self._linger_s = linger_s
         self._round_s = round_s
         self._tracks: dict[str, Track] = {}
+        self._troubles: dict[str, Trouble] = {}
+        #: Feeds that others project, and when to look at them again.
+        self._others: set[str] = set()
+        self._others_at = 0.0
+        #: Since when, by the wall clock in ms, a queue has something that is not in the ledger.
+        self._behind: dict[str, int] = {}
+        self._lags: list[int] = []
         self._round_at = 0.0
         self._anew = True
 
@@ -133,25 +203,31 @@ class Projector:
 
     @property
     def lag_ms(self) -> int:
-        """How old the newest event was when it reached the ledger, last time."""
+        """How old the oldest event is that is not in the ledger, or was when it got there in the last turn."""
         return self.counts.feed_lag_ms
 
     async def run(self) -> None:
         """Project until cancelled; then give the feeds back, so that another one goes on at once."""
-        backoff = Backoff()
+        backoff, complaint = Backoff(), Complaint(_log)
+        #: Where each feed was, last time.
+        positions: dict[str, str] = {}
         try:
             while True:
                 try:
                     await self._turn()
                     backoff.reset()
+                    if complaint.over():
+                        _log.info("the projector works again")
                     continue
                 except Unavailable as exc:
-                    _log.info("the projector waits: %s", exc)
+                    complaint.say(logging.WARNING, "the projector waits: %s", exc)
                 except HoldfastError as exc:
-                    _log.error("the projector cannot work: %s", exc)
+                    complaint.say(logging.ERROR, "the projector cannot work: %s", exc)
                 except Exception:  # noqa: BLE001 - top of a loop
                     _log.exception("projecting failed in an unexpected way, trying again")
+                positions = {queue: track.at.position for queue, track in self._tracks.items()} | positions
                 await self._let_go()
+                await self._see_what_waits(positions)
                 await asyncio.sleep(backoff.next_s())
         finally:
             await self._give_back()
@@ -160,30 +236,39 @@ class Projector:
 
     async def _turn(self) -> None:
         """A batch of each feed that has one, or a wait for the first."""
+        self._lags = []
         if time.monotonic() >= self._round_at:
             await self._go_round()
         busy = [track for track in self._tracks.values() if track.ahead is not None]
         wait_ms = 1 if busy else max(1, round((self._round_at - time.monotonic()) * 1000))
-        for track in busy + await self._wait(wait_ms):
-            await self._follow(track)
+        await self._serve(busy + await self._wait(wait_ms))
+        self._measure()
+
+    async def _serve(self, tracks: Iterable[Track]) -> None:
+        """Read them all, wait once for company, write them all; first those that somebody waits for."""
+        for track in tracks:
+            await self._attempt(track, self._collect)
+        await self._linger()
+        due = [(track.pending.hurry, track) for track in self._tracks.values() if track.pending is not None]
+        for _, track in sorted(due, key=lambda pair: not pair[0]):
+            await self._attempt(track, self._write)
 
     async def _go_round(self) -> None:
         """Take feeds that nobody projects, keep ours, and see whether idle ones are still what they were."""
-        for queue in await self._names():
-            track = self._tracks.get(queue)
-            if track is None:
-                at = await self._projection.take(queue, self.name, self._lease_ms)
-                if at is not None:
-                    await self._begin(queue, at)
-            elif track.leased_until - time.monotonic() < self._lease_ms / 2000:
-                await self._keep(track)
+        names = await self._names()
+        await self._take_free(names)
         now = time.monotonic()
         for track in list(self._tracks.values()):
-            if track.ahead is None and now - track.looked_at >= self._round_s:
-                await self._follow(track)
+            if track.leased_until - now < self._lease_ms / 2000:
+                await self._attempt(track, self._keep)
+        idle = [track for track in self._tracks.values() if track.ahead is None]
+        await self._serve([track for track in idle if now - track.looked_at >= self._round_s])
+        for track in list(self._tracks.values()):
             if track.tell_at and now >= track.tell_at:
                 self._tell(track)
-            await self._trim(track, idle=True)
+            if now >= track.strays_at:
+                await self._attempt(track, self._see_to_strays)
+            await self._attempt(track, self._trim_idle)
         self._round_at = time.monotonic() + self._round_s
 
     async def _names(self) -> set[str]:
@@ -196,15 +281,40 @@ class Projector:
             self._anew = False
         return names
 
-    async def _begin(self, queue: str, at: Position) -> None:
+    async def _take_free(self, names: Iterable[str]) -> None:
+        """Those that are not ours, as far as it is time to look at them: one question for all of them."""
+        now = time.monotonic()
+        if now >= self._others_at:
+            self._others.clear()
+            self._others_at = now + min(self._lease_ms / 2000, _STAND_BY_S) * uniform(0.5, 1.0)
+        wanted = [queue for queue in names if queue not in self._tracks and queue not in self._others]
+        wanted = [queue for queue in wanted if queue not in self._troubles or now >= self._troubles[queue].until]
+        if not wanted:
+            return
+        self._others |= await self._projection.taken(wanted, self.name)
+        for queue in self._others:
+            # Theirs to tell.
+            self._behind.pop(queue, None)
+        for queue in wanted:
+            if queue not in self._others:
+                try:
+                    await self._take(queue)
+                except Exception as exc:  # noqa: BLE001 - the other queues go on
+                    await self._stumble(queue, exc)
+
+    async def _take(self, queue: str) -> None:
+        at = await self._projection.take(queue, self.name, self._lease_ms)
+        if at is None:
+            self._others.add(queue)
+            return
         _log.info("projecting queue %s from %s", queue, at.position or "its start")
-        track = self._tracks[queue] = Track(queue, at)
+        trouble = self._troubles.get(queue)
+        track = self._tracks[queue] = Track(queue, at, trouble.share if trouble else 1.0)
         self._leased(track)
         if not at.position:
             # Its first reader. A feed that has our position has our registration, too.
             await admit(self._engine, self._ledger, queue)
         self._tell(track)
-        await self._follow(track)
 
     async def _keep(self, track: Track) -> None:
         at = await self._projection.take(track.queue, self.name, self._lease_ms)
@@ -218,55 +328,105 @@ class Projector:
 
     async def _wait(self, wait_ms: int) -> list[Track]:
         """Feeds with something to read that nobody reads yet."""
-        positions = {queue: track.at.position for queue, track in self._tracks.items() if track.ahead is None}
+        positions = {
+            queue: track.pending.batch[-1].position if track.pending else track.at.position
+            for queue, track in self._tracks.items()
+            if track.ahead is None
+        }
         if not positions:
             await asyncio.sleep(0 if self._tracks else wait_ms / 1000)
             return []
-        ready = await self._engine.wait_feed(positions, wait_ms)
+        try:
+            ready = await self._engine.wait_feed(positions, wait_ms)
+        except Exception:  # noqa: BLE001 - it may be the fault of one of them
+            # Raises if the engine is down. Else one feed that cannot be read spoils the wait for all: look at each.
+            await self._engine.now_ms()
+            await asyncio.sleep(self._linger_s)
+            ready = list(positions)
         return [self._tracks[queue] for queue in ready if queue in self._tracks]
 
-    # A batch ---------------------------------------------------------------------------------------
-
-    async def _follow(self, track: Track) -> None:
-        """Write the next batch of a feed, while what comes after it is being read."""
-        track.looked_at = time.monotonic()
+    async def _attempt(self, track: Track, step: Callable[[Track], Awaitable[None]]) -> None:
+        """One step for one queue; what goes wrong is its trouble alone, unless engine or ledger are down."""
+        if self._tracks.get(track.queue) is not track:
+            return
         try:
-            if track.astray:
-                await self._find_place(track)
-            elif (following := await self._gather(track)) is not None:
-                await self._write(track, following)
+            await step(track)
         except Fork:
-            await self._go_astray(track)
+            await self._attempt(track, self._go_astray)
         except PositionMoved:
             _log.info("another projector was faster with queue %s", track.queue)
             self._drop(track)
+        except Exception as exc:  # noqa: BLE001 - the other queues go on
+            await self._stumble(track.queue, exc)
 
-    async def _gather(self, track: Track) -> Next | None:
-        """What is to be written next, if there is anything. Waits a little for company."""
+    async def _stumble(self, queue: str, error: Exception) -> None:
+        """Let this queue go for a while. Raises if it is not its fault."""
+        trouble = self._troubles.setdefault(queue, Trouble())
+        track = self._tracks.get(queue)
+        if track is not None and isinstance(error, LedgerUnavailable):
+            trouble.share = max(_SMALLEST_SHARE, track.share / 2)
+        if isinstance(error, Unavailable):
+            await self._projection.position(queue)
+            await self._engine.now_ms()
+        if track is not None:
+            self._drop(track, keep_lag=True)
+        self._behind.setdefault(queue, _now_ms())
+        trouble.once_more()
+        level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
+        unexpected = None if isinstance(error, HoldfastError) else error
+        trouble.complaint.say(level, "queue %s cannot be projected, trying again: %s", queue, error, cause=unexpected)
+
+    def _is_well(self, track: Track) -> None:
+        if self._troubles.pop(track.queue, None) is not None:
+            _log.info("queue %s is projected again", track.queue)
+
+    # A batch ---------------------------------------------------------------------------------------
+
+    async def _collect(self, track: Track) -> None:
+        """Read what is to be written next, if there is anything."""
+        track.looked_at = time.monotonic()
+        if track.astray:
+            await self._find_place(track)
+            return
         if track.ahead is None:
-            entries = await self._read(track, track.at.position, track.at.nonce)
+            following = track.cut(await self._read(track, track.at.position, track.at.nonce))
         else:
             following = await track.ahead
             track.ahead = None
-            if _is_enough(following.batch):
-                return following
-            entries = following.batch + following.rest
+        if following.batch:
+            track.pending = following
+            self._behind[track.queue] = _oldest_ms(following.batch) or _now_ms()
+        else:
+            self._behind.pop(track.queue, None)
+            self._is_well(track)
+
+    async def _linger(self) -> None:
+        """Wait a little for company, once for all feeds, unless one has enough or is in a hurry."""
         until = time.monotonic() + self._linger_s
-        while entries and not _is_enough(entries):
+        while pending := [track.pending for track in self._tracks.values() if track.pending is not None]:
             left_s = until - time.monotonic()
-            if left_s <= 0 or not await self._engine.wait_feed(
-                {track.queue: entries[-1].position}, max(1, round(left_s * 1000))
-            ):
-                break
+            if left_s <= 0 or any(following.is_enough for following in pending):
+                return
+            ready = await self._wait(max(1, round(left_s * 1000)))
+            if not ready:
+                return
             await asyncio.sleep(max(0.0, min(_LOOK_S, until - time.monotonic())))
-            entries += await self._read(track, entries[-1].position, entries[-1].nonce)
-        return Next(*_cut(entries)) if entries else None
+            for track in ready:
+                await self._attempt(track, self._collect_more)
+
+    async def _collect_more(self, track: Track) -> None:
+        if track.pending is None:
+            await self._collect(track)
+            return
+        last = track.pending.batch[-1]
+        track.pending = track.cut(track.pending.batch + await self._read(track, last.position, last.nonce))
 
     async def _read(self, track: Track, start: str, nonce: str) -> list[FeedEntry]:
         """Entries after `start`, which must still be there. Raises `Fork`."""
         entries: list[FeedEntry] = []
-        events, limit = 0, _FIRST_READ
-        while events < MOST_EVENTS:
+        events = size = 0
+        limit = min(_FIRST_READ, track.most_bytes // max(1, track.entry_size) + 2)
+        while events < track.most_events and size < track.most_bytes:
             page = await self._engine.feed(track.queue, start, limit)
             if start:
                 if not page or (page[0].position, page[0].nonce) != (start, nonce):
@@ -275,17 +435,25 @@ class Projector:
             if not page:
                 break
             entries += page
-            events = sum(len(entry.events) for entry in entries)
+            events += sum(len(entry.events) for entry in page)
+            size += sum(entry.size for entry in page)
+            track.entry_size = size // len(entries)
             start, nonce = entries[-1].position, entries[-1].nonce
             if len(page) < limit - 1:
                 break
-            wanted = max(0, MOST_EVENTS - events) * len(entries) // max(1, events)
+            wanted = min(
+                max(0, track.most_events - events) * len(entries) // max(1, events),
+                max(0, track.most_bytes - size) * len(entries) // max(1, size),
+            )
             limit = min(_MOST_READ, wanted + 2)
         return entries
 
-    async def _write(self, track: Track, following: Next) -> None:
+    async def _write(self, track: Track) -> None:
+        """Write the next batch of a feed, while what comes after it is being read."""
+        following, track.pending = track.pending, None
+        assert following is not None
         batch, rest = following.batch, following.rest
-        if rest or _is_enough(batch):
+        if following.is_enough:
             # There is a backlog: read on while the ledger writes.
             track.ahead = asyncio.create_task(self._read_on(track, rest, (rest or batch)[-1]))
         try:
@@ -299,11 +467,12 @@ class Projector:
         await self._trim(track)
 
     async def _read_on(self, track: Track, rest: list[FeedEntry], last: FeedEntry) -> Next:
-        if sum(len(entry.events) for entry in rest) < ENOUGH_EVENTS:
+        if not _is_enough(rest) and not track.cut(rest).rest:
             rest = rest + await self._read(track, last.position, last.nonce)
-        batch, after = _cut(rest)
-        prepared = self._projection.prepare(track.queue, batch) if _is_enough(batch) else None
-        return Next(batch, after, prepared)
+        following = track.cut(rest)
+        if not following.is_enough:
+            return following
+        return Next(following.batch, following.rest, self._projection.prepare(track.queue, following.batch))
 
     def _written(self, track: Track, batch: list[FeedEntry], done: Projected) -> None:
         track.at = done.at
@@ -312,9 +481,15 @@ class Projector:
         counts.projected += done.events
         counts.anomalies += done.anomalies
         counts.looked_up += done.looked_up
-        newest_ms = max((entry.events[-1].at_ms for entry in batch if entry.events), default=0)
-        if newest_ms:
-            counts.feed_lag_ms = max(0, round(time.time() * 1000) - newest_ms)
+        track.share = min(1.0, track.share * 2)
+        self._is_well(track)
+        if oldest_ms := _oldest_ms(batch):
+            self._lags.append(_now_ms() - oldest_ms)
+        self._behind.pop(track.queue, None)
+        for entry in batch:
+            if entry.fault:
+                counts.anomalies += 1
+                _log.error("entry %s of queue %s's feed is skipped: %s", entry.position, track.queue, entry.fault)
         if done.anomalies:
             _log.warning("%d events of queue %s did not fit the ledger's story", done.anomalies, track.queue)
         if done.dead_letters:
@@ -324,6 +499,9 @@ class Projector:
 
     async def _go_astray(self, track: Track) -> None:
         """The feed is another one than the position's."""
+        if await self._projection.position(track.queue) != track.at:
+            # It is not: while we were stopped, another one went on, and has trimmed what we look for.
+            raise PositionMoved(track.queue)
         track.drop_ahead()
         track.astray = True
         self.counts.forks += 1
@@ -357,11 +535,15 @@ class Projector:
 
     async def _write_all(self, track: Track, entries: list[FeedEntry]) -> None:
         while entries:
-            batch, entries = _cut(entries)
+            following = track.cut(entries)
+            batch, entries = following.batch, following.rest
             done = await self._projection.project(track.queue, self.name, self._lease_ms, track.at, batch)
             self._written(track, batch, done)
 
     # Beside ----------------------------------------------------------------------------------------
+
+    async def _trim_idle(self, track: Track) -> None:
+        await self._trim(track, idle=True)
 
     async def _trim(self, track: Track, *, idle: bool = False) -> None:
         """Drop what the ledger has; never the entry at the position, which tells one feed from another."""
@@ -392,6 +574,16 @@ class Projector:
         if left:
             track.tell_at = time.monotonic() + _LETTERS_S
 
+    async def _see_to_strays(self, track: Track) -> None:
+        """Jobs that wait for the ledger although it has no dead letter of them: it was replaced, or set back."""
+        track.strays_at = time.monotonic() + _STRAYS_S
+        if not track.at.position:
+            return
+        events = await self._letters.strays(track.queue, track.at)
+        if events:
+            # Fenced by the position like any other batch, which stays where it is.
+            await self._write_all(track, [FeedEntry(track.at.position, track.at.nonce, events)])
+
     def _leased(self, track: Track) -> None:
         track.leased_until = time.monotonic() + self._lease_ms / 1000
 
@@ -400,8 +592,10 @@ class Projector:
         track.drop_ahead()
         track.at, track.astray = at, not at.position
 
-    def _drop(self, track: Track) -> None:
+    def _drop(self, track: Track, *, keep_lag: bool = False) -> None:
         track.drop_ahead()
+        if not keep_lag:
+            self._behind.pop(track.queue, None)
         self._tracks.pop(track.queue, None)
         self._round_at = min(self._round_at, time.monotonic() + self._round_s)
 
@@ -419,13 +613,29 @@ class Projector:
         queues = list(self._tracks)
         tasks = [track.telling for track in self._tracks.values() if track.telling is not None]
         await self._let_go()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for queue in queues:
-            try:
-                await self._projection.release(queue, self.name)
-            except HoldfastError as exc:
-                _log.info("queue %s could not be given back, another takes it when the lease is over: %s", queue, exc)
-                return
+        try:
+            async with asyncio.timeout(_GIVE_BACK_S):
+                await asyncio.gather(*tasks, return_exceptions=True)
+                for queue in queues:
+                    await self._projection.release(queue, self.name)
+        except (TimeoutError, HoldfastError) as exc:
+            _log.info("queues could not be given back, others take them when the leases are over: %r", exc)
+
+    # How far behind --------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        now_ms = _now_ms()
+        lags = [now_ms - since_ms for since_ms in self._behind.values()]
+        self.counts.feed_lag_ms = max(0, *self._lags, *lags, 0)
+
+    async def _see_what_waits(self, positions: dict[str, str]) -> None:
+        """While nothing can be written: which feeds have grown since."""
+        try:
+            for queue in await self._engine.wait_feed(positions, 0):
+                self._behind.setdefault(queue, _now_ms())
+        except HoldfastError as exc:
+            _log.debug("nor can the feeds be looked at: %s", exc)
+        self._measure()
 
 
 def _look_at(task: asyncio.Task[Next]) -> None:
@@ -438,11 +648,10 @@ def _is_enough(entries: Sequence[FeedEntry]) -> bool:
     return sum(len(entry.events) for entry in entries) >= ENOUGH_EVENTS or any(entry.hurry for entry in entries)
 
 
-def _cut(entries: list[FeedEntry]) -> tuple[list[FeedEntry], list[FeedEntry]]:
-    """As many as go into one transaction, and the rest."""
-    events = 0
-    for place, entry in enumerate(entries):
-        events += len(entry.events)
-        if events > MOST_EVENTS and place:
-            return entries[:place], entries[place:]
-    return entries, []
+def _oldest_ms(entries: Iterable[FeedEntry]) -> int:
+    """0: they tell of nothing."""
+    return next((entry.events[0].at_ms for entry in entries if entry.events), 0)
+
+
+def _now_ms() -> int:
+    return round(time.time() * 1000)

@@ -1,4 +1,4 @@
-"""Drops what has expired: old results, finished records, dead consumers."""
+"""Drops what has expired: old results, finished records, dead consumers. Ends jobs that wait for a ledger in vain."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from random import Random
 from typing import Final
 
 from holdfast.engine.port import Engine
+from holdfast.upkeep.dead_letters import Unrecorded
 from holdfast.upkeep.loop import Queues, forever
 
 _PAUSE_S: Final = 30.0
@@ -17,6 +18,7 @@ class Pruner:
     def __init__(self, engine: Engine, queues: Queues, random: Random | None = None) -> None:
         self._engine = engine
         self._queues = queues
+        self._unrecorded = Unrecorded(engine)
         self._random = random or Random()
 
     async def run(self) -> None:
@@ -24,5 +26,8 @@ class Pruner:
         await forever("pruner", self._turn)
 
     async def _turn(self) -> float:
-        await self._engine.prune(await self._queues.now())
+        queues = await self._queues.now()
+        await self._engine.prune(queues)
+        for queue in queues:
+            await self._unrecorded.move_on(queue)
         return _PAUSE_S * self._random.uniform(0.8, 1.2)

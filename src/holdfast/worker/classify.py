@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from holdfast.core.job import Failure
@@ -12,10 +13,13 @@ from holdfast.core.verdict import (
     TASK_ERROR,
     TASK_FATAL,
     TASK_TIMEOUT,
+    DeadLetter,
     GaveBack,
     Kind,
     Outcome,
     Raised,
+    Suspend,
+    Verdict,
 )
 from holdfast.effects.steps import Asleep
 from holdfast.errors import (
@@ -54,7 +58,24 @@ def ended(exc: BaseException, policy: Policy) -> Outcome:
 def raised(exc: BaseException, policy: Policy) -> Raised:
     """The user's code raised this."""
     kind = _kind(exc, policy)
-    return Raised(kind, failure(_code(exc) if kind is Kind.UNDECIDED else _CODES[kind], exc))
+    if kind is not Kind.UNDECIDED:
+        return Raised(kind, failure(_CODES[kind], exc))
+    undecided = list(_undecided(exc))
+    # A group's own message names no key; these do, and say what to do.
+    message = "; ".join(map(_message, undecided))
+    return Raised(kind, Failure(undecided[0].code, _clean(message)[:MESSAGE_LIMIT], type_name(exc), _stack(exc)))
+
+
+def left_undecided(verdict: Verdict, undecided: Mapping[str, str]) -> Verdict:
+    """A run that failed for good and left effects in doubt: a person decides, whatever the retry policy says."""
+    if not undecided or not isinstance(verdict, DeadLetter):
+        return verdict
+    error = verdict.failure
+    said = f"{error.type or error.code}: {error.message}"
+    message = "; ".join(str(EffectInDoubt(key, why)) for key, why in undecided.items())
+    if said not in message:
+        message = f"{message}; the run ended with {said}"
+    return Suspend(Failure(EffectInDoubt.code, message[:MESSAGE_LIMIT], error.type, error.stack))
 
 
 def misfit(exc: Exception) -> Raised:
@@ -115,10 +136,12 @@ def _asleep(exc: BaseException) -> Asleep | None:
     return exc if isinstance(exc, Asleep) else None
 
 
-def _code(exc: BaseException) -> str:
+def _undecided(exc: BaseException) -> Iterator[EffectInDoubt | StepMismatch]:
     if isinstance(exc, BaseExceptionGroup):
-        return next((code for code in map(_code, exc.exceptions) if code), "")
-    return exc.code if isinstance(exc, _UNDECIDED) else ""
+        for inner in exc.exceptions:
+            yield from _undecided(inner)
+    elif isinstance(exc, _UNDECIDED):
+        yield exc
 
 
 def _kind(exc: BaseException, policy: Policy) -> Kind:

@@ -6,7 +6,8 @@ made for tasks that do not ask. Through it the task acts once (`effect`, `transa
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from holdfast.core.codec import PAYLOAD_LIMIT
@@ -15,7 +16,7 @@ from holdfast.core.retry import Duration
 from holdfast.effects.doors import Blocking, EffectCall
 from holdfast.effects.steps import Steps
 from holdfast.effects.tools import Scope, Tools
-from holdfast.errors import UsageError
+from holdfast.errors import RunOver, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,15 +25,26 @@ R = TypeVar("R")
 class Context:
     """One run of one job, as its function sees it."""
 
-    __slots__ = ("_claim", "_steps", "_tools", "cancelled")
+    __slots__ = ("_claim", "_own_scope", "_steps", "cancelled")
 
     def __init__(self, claim: Claim, tools: Tools | None = None) -> None:
         self._claim = claim
-        self._tools = tools
+        self._own_scope = None if tools is None else Scope(claim, tools)
         self._steps: Steps | None = None
         #: True once the run is over from outside: cancelled, out of time, lease lost, or the worker drains.
         #: An async task is cancelled as well; a function in a thread has to look here, nobody can stop it.
         self.cancelled = False
+
+    def stop(self) -> None:
+        """The run is over, whatever its function still does; from now on it begins no effect and no step."""
+        self.cancelled = True
+        if self._own_scope is not None:
+            self._own_scope.stopped = True
+
+    @property
+    def undecided(self) -> Mapping[str, str]:
+        """Effects of this run that a person has to decide about, by key, with the reason."""
+        return {} if self._own_scope is None else self._own_scope.undecided
 
     @property
     def job_id(self) -> str:
@@ -90,7 +102,7 @@ class Context:
         """
         return EffectCall(self._scope("effect"))
 
-    async def transaction(
+    def transaction(
         self,
         database: Any,
         key: str,
@@ -98,16 +110,30 @@ class Context:
         /,
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> R:
+    ) -> Coroutine[Any, Any, R]:
         """One transaction in a database of your own: the key, what `function(connection, *args)` writes, its result.
 
         `database` is SQLAlchemy's `AsyncEngine`, `async_sessionmaker`, `AsyncSession` or `AsyncConnection`, or a pool
         or connection of asyncpg; the function gets a connection (or session) in which the transaction is open.
         """
+        if not _on_loop():
+            raise UsageError("ctx.transaction is awaited: make the task an `async def`; a plain one has no event loop")
+        return self._transaction(database, key, function, args, kwargs)
+
+    async def _transaction(
+        self,
+        database: Any,
+        key: str,
+        function: Callable[..., Awaitable[R]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> R:
         # Here, so that workers whose tasks do not use it load no database driver.
         from holdfast.effects.transaction import transaction
 
-        limit = PAYLOAD_LIMIT if self._tools is None else self._tools.payload_limit
+        if self.cancelled:
+            raise RunOver(self.job_id, f"the transaction {key!r}")
+        limit = PAYLOAD_LIMIT if self._own_scope is None else self._own_scope.tools.payload_limit
         result: R = await transaction(self._claim, limit, database, key, function, args, kwargs)
         return result
 
@@ -142,12 +168,20 @@ class Context:
         return self._steps
 
     def _scope(self, what: str) -> Scope:
-        if self._tools is None:
+        if self._own_scope is None:
             raise UsageError(
                 f"ctx.{what} works in tasks that a worker runs in its own process: not with process=True, and not in a "
                 "context that was made by hand"
             )
-        return Scope(self._claim, self._tools)
+        return self._own_scope
 
     def __repr__(self) -> str:
         return f"<Context {self.task} job={self.job_id} attempt={self.attempt}>"
+
+
+def _on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -23,7 +23,7 @@ from holdfast.core.job import Claim
 from holdfast.core.verdict import GaveBack, Outcome, Returned, Settlement, judge
 from holdfast.effects.tools import Tools
 from holdfast.worker.children import Children
-from holdfast.worker.classify import raised, timed_out, unknown_task
+from holdfast.worker.classify import left_undecided, raised, timed_out, unknown_task
 from holdfast.worker.context import Context
 from holdfast.worker.perform import perform, perform_sync
 from holdfast.worker.plan import Mode, Plan, Policy
@@ -185,6 +185,8 @@ class Runner:
         run.judged = True
         policy = run.plan.policy
         verdict = judge(run.claim, outcome, policy.retry, policy.on_exhausted, self._random, self.now_ms)
+        if run.context is not None:
+            verdict = left_undecided(verdict, run.context.undecided)
         self._settler.put(run, Settlement(run.claim, verdict, self.now_ms()))
 
     def _free(self, run: Run) -> None:
@@ -211,7 +213,7 @@ class Runner:
             return
         run.stopped = why
         if run.context is not None:
-            run.context.cancelled = True
+            run.context.stop()
         if why is Stop.LOST:
             self._lose(run)
         if run.task is not None:

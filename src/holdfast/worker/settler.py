@@ -128,4 +128,5 @@ class Settler:
                 )
             elif isinstance(settlement.verdict, DeadLetter | Suspend):
                 failure = settlement.verdict.failure
-                _log.warning("job %s failed for good: %s: %s", settlement.claim.job_id, failure.code, failure.message)
+                became = "failed for good" if isinstance(settlement.verdict, DeadLetter) else "is suspended"
+                _log.warning("job %s %s: %s: %s", settlement.claim.job_id, became, failure.code, failure.message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -13,8 +12,6 @@ from holdfast.core.states import DUPLICATE_EVENT, HEARTBEAT_EVENT, RESTORED_EVEN
 from holdfast.engine.port import FeedEntry
 from holdfast.engine.redis.wire import as_dict, meta_from
 
-_log: Final = logging.getLogger("holdfast.engine.redis")
-
 _FIELDS: Final = {b"kind", b"at", b"worker", b"nonce", b"moves"}
 #: Values a job in entries that tell a caller's arguments as they came.
 _WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 10, "settled_for_ledger": 10}
@@ -23,20 +20,29 @@ _NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.
 
 
 def parse_feed_entry(entry: list[Any]) -> FeedEntry:
-    """One stream entry as events, in the order in which they happened."""
-    fields = as_dict(entry[1])
+    """One stream entry as events, in the order in which they happened.
+
+    Never fails: an entry that cannot be read (another program's, damaged, of a newer release) has no events and says
+    why; it must not stop the feed.
+    """
+    position, fields = entry[0].decode(), as_dict(entry[1])
+    nonce = fields.get(b"nonce", b"").decode("utf-8", "replace")
     if not fields.keys() >= _FIELDS:
-        # Whoever wrote this, it was not us: it says nothing about our jobs, and must not stop the feed.
-        _log.error("entry %s of the feed is not one of holdfast's; skipped: %.200r", entry[0].decode(), fields)
-        return FeedEntry(entry[0].decode(), "", [])
-    at_ms, worker = int(fields[b"at"]), fields[b"worker"].decode()
-    kind = fields[b"kind"].decode()
-    moves = _unpack(fields[b"moves"])
+        return FeedEntry(position, nonce, [], fault=f"it is not one of holdfast's: {fields!r:.200}")
+    moves = fields[b"moves"]
+    try:
+        events = _events(fields)
+    except Exception as exc:  # noqa: BLE001 - whatever its bytes are
+        kind = fields[b"kind"].decode("utf-8", "replace")
+        return FeedEntry(position, nonce, [], size=len(moves), fault=f"kind {kind!r:.100} cannot be read: {exc!r:.200}")
+    return FeedEntry(position, nonce, events, b"hurry" in fields, len(moves))
+
+
+def _events(fields: dict[bytes, bytes]) -> list[Event]:
+    kind, moves = fields[b"kind"].decode(), _unpack(fields[b"moves"])
     if skipped := fields.get(b"skipped"):
         moves = _without(moves, set(_unpack(skipped)), _WIDTHS[kind])
-    read = _READERS[kind]
-    events = list(read(moves, at_ms, worker))
-    return FeedEntry(entry[0].decode(), fields[b"nonce"].decode(), events, b"hurry" in fields)
+    return list(_READERS[kind](moves, int(fields[b"at"]), fields[b"worker"].decode()))
 
 
 def _created(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:

@@ -98,7 +98,7 @@ class News:
     def _heard(self, _connection: Any, _pid: int, _channel: str, said: object) -> None:
         try:
             queue, _position = json.loads(str(said))
-        except ValueError:
+        except (ValueError, TypeError):
             # Somebody else's, or shortened.
             self._room.tell_all()
         else:

@@ -21,7 +21,20 @@ from holdfast.core.job import Event
 from holdfast.core.states import State
 from holdfast.engine.port import FeedEntry
 from holdfast.errors import HoldfastError, LedgerUnavailable
-from holdfast.ledger.folding import Anomaly, Draft, Folded, Known, Misfit, Name, assume, cleaned, fold, halves
+from holdfast.ledger.folding import (
+    UNKNOWN_PAYLOAD,
+    UNKNOWN_TASK,
+    Anomaly,
+    Draft,
+    Folded,
+    Known,
+    Misfit,
+    Name,
+    assume,
+    cleaned,
+    fold,
+    halves,
+)
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
 from holdfast.ledger.postgres.copying import event_rows
@@ -51,27 +64,41 @@ _MILLISECOND: Final = timedelta(milliseconds=1)
 
 #: Who stands by only looks: no lock, nothing written.
 _TAKEN: Final = """
-SELECT 1 FROM feed_positions WHERE feed = $1 AND projector <> $2 AND until >= clock_timestamp()"""
+SELECT feed FROM feed_positions WHERE feed = ANY($1::text[]) AND projector <> $2 AND until >= clock_timestamp()"""
 
+#: A row that is locked belongs to somebody who is at work.
 _TAKE: Final = """
-INSERT INTO feed_positions AS p (feed, position, nonce, projector, until, updated_at)
-VALUES ($1, '', '', $2, clock_timestamp() + $3, clock_timestamp())
-ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, until = excluded.until
- WHERE p.projector IS NULL OR p.projector = excluded.projector OR p.until IS NULL OR p.until < clock_timestamp()
+WITH free AS (
+    SELECT feed FROM feed_positions
+     WHERE feed = $1 AND (projector IS NULL OR projector = $2 OR until IS NULL OR until < clock_timestamp())
+       FOR UPDATE SKIP LOCKED)
+UPDATE feed_positions AS p SET projector = $2, until = clock_timestamp() + $3
+  FROM free WHERE p.feed = free.feed
+RETURNING p.position, p.nonce"""
+
+#: Without the condition it would wait for whoever has the row locked.
+_TAKE_FIRST: Final = """
+INSERT INTO feed_positions (feed, position, nonce, projector, until, updated_at)
+SELECT $1, '', '', $2, clock_timestamp() + $3, clock_timestamp()
+ WHERE NOT EXISTS (SELECT FROM feed_positions WHERE feed = $1)
+ON CONFLICT DO NOTHING
 RETURNING position, nonce"""
 
 _RELEASE: Final = "UPDATE feed_positions SET projector = NULL, until = NULL WHERE feed = $1 AND projector = $2"
 
 _FIRST: Final = """
-INSERT INTO feed_positions (feed, position, nonce, updated_at) VALUES ($1, '', '', clock_timestamp())
+INSERT INTO feed_positions (feed, position, nonce, updated_at)
+SELECT $1, '', '', clock_timestamp() WHERE NOT EXISTS (SELECT FROM feed_positions WHERE feed = $1)
 ON CONFLICT DO NOTHING"""
 
 _MOVE: Final = f"""
-WITH moved AS (
-    UPDATE feed_positions
+WITH free AS (
+    SELECT feed FROM feed_positions WHERE feed = $1 AND position = $6 AND nonce = $7 FOR UPDATE SKIP LOCKED),
+moved AS (
+    UPDATE feed_positions AS p
        SET position = $2, nonce = $3, projector = $4, until = clock_timestamp() + $5, updated_at = clock_timestamp()
-     WHERE feed = $1 AND position = $6 AND nonce = $7
- RETURNING feed),
+      FROM free WHERE p.feed = free.feed
+ RETURNING p.feed),
 entries AS (
     INSERT INTO feed_entries (feed, position, nonce, at)
     SELECT moved.feed, u.position, u.nonce, clock_timestamp()
@@ -180,7 +207,12 @@ SELECT e.position FROM {_given((("position", "text"), ("nonce", "text")))} AS u
   JOIN feed_entries AS e ON e.feed = u.queue AND e.position = u.position AND e.nonce = u.nonce"""  # noqa: S608
 
 _UNACKED: Final = """
-SELECT tenant_id, job_id, dlq_id FROM dlq_items WHERE acked_at IS NULL AND queue = $1 ORDER BY failed_at LIMIT $2"""
+SELECT tenant_id, job_id, dlq_id FROM dlq_items
+ WHERE acked_at IS NULL AND queue = $1 AND (tenant_id, dlq_id) > ($3, $4)
+ ORDER BY tenant_id, dlq_id LIMIT $2"""
+
+_LETTERS: Final = f"""
+SELECT u.place, j.dlq_id FROM {_NAMES} AS u JOIN dlq_items AS j ON {_THE_JOB}"""  # noqa: S608
 
 _ACK: Final = """
 UPDATE dlq_items AS d SET acked_at = clock_timestamp()
@@ -189,8 +221,10 @@ UPDATE dlq_items AS d SET acked_at = clock_timestamp()
 
 _POSITION: Final = "SELECT position, nonce FROM feed_positions WHERE feed = $1"
 
+#: A job whose creation nobody told us, or that could not be written, cannot be restored: it is not there.
 _PRESENT: Final = f"""
-SELECT u.place FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}"""  # noqa: S608
+SELECT u.place FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}
+ WHERE NOT (j.job_type = '{UNKNOWN_TASK}' AND j.payload = '{UNKNOWN_PAYLOAD}')"""  # noqa: S608
 
 
 class PostgresProjection(Projection):
@@ -205,10 +239,12 @@ class PostgresProjection(Projection):
     # Who projects ----------------------------------------------------------------------------------
 
     async def take(self, queue: str, projector: str, lease_ms: int) -> Position | None:
-        if await self._store.fetch(_TAKEN, queue, projector):
-            return None
-        rows = await self._store.fetch(_TAKE, queue, projector, lease_ms * _MILLISECOND)
+        wish = (queue, projector, lease_ms * _MILLISECOND)
+        rows = await self._store.fetch(_TAKE, *wish) or await self._store.fetch(_TAKE_FIRST, *wish)
         return Position(*rows[0]) if rows else None
+
+    async def taken(self, queues: Sequence[str], projector: str) -> set[str]:
+        return {feed for (feed,) in await self._store.fetch(_TAKEN, queues, projector)}
 
     async def release(self, queue: str, projector: str) -> None:
         await self._store.execute(_RELEASE, queue, projector)
@@ -293,9 +329,19 @@ class PostgresProjection(Projection):
         )
         return {row[0] for row in rows}
 
-    async def unacked(self, queue: str, limit: int) -> list[DeadLetter]:
-        rows = await self._store.fetch(_UNACKED, queue, limit)
+    async def unacked(self, queue: str, limit: int, after: DeadLetter | None = None) -> list[DeadLetter]:
+        last = (after.key.tenant_id, after.dlq_id) if after else ("", "")
+        rows = await self._store.fetch(_UNACKED, queue, limit, *last)
         return [DeadLetter(JobKey(tenant_id, queue, job_id), dlq_id) for tenant_id, job_id, dlq_id in rows]
+
+    async def letters(self, keys: Sequence[JobKey]) -> list[DeadLetter]:
+        found: list[DeadLetter] = []
+        for queue in {key.queue for key in keys}:
+            some = [key for key in keys if key.queue == queue]
+            tenants, ids = [clean(key.tenant_id) for key in some], [clean(key.job_id) for key in some]
+            rows = await self._store.fetch(_LETTERS, queue, tenants, ids)
+            found += [DeadLetter(some[place - 1], dlq_id) for place, dlq_id in rows]
+        return found
 
     async def ack(self, letters: Sequence[DeadLetter]) -> None:
         tenants = [letter.key.tenant_id for letter in letters]
@@ -310,6 +356,10 @@ class PostgresProjection(Projection):
 
     async def wait_present(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
         return await self._presence.wait(keys, wait_ms)
+
+    async def close(self) -> None:
+        """Nobody waits any longer."""
+        await self._presence.close()
 
     async def _look(self, queue: str, keys: Sequence[JobKey]) -> set[JobKey]:
         tenants, ids = [clean(key.tenant_id) for key in keys], [clean(key.job_id) for key in keys]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from holdfast.ledger.postgres.store import Connection, PostgresStore
-from holdfast.ledger.retention import KEEP_ENTRIES_MS
+from holdfast.ledger.retention import KEEP_ENTRIES_MS, Marks
 
 #: Each tenant that a table has, without reading the table: from one to the next in its primary key.
 _TENANTS: Final = """
@@ -20,6 +20,8 @@ SELECT tenant_id FROM found WHERE tenant_id IS NOT NULL
 """
 _JOB_TENANTS: Final = _TENANTS.format(table="jobs")
 _KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
+_ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
+_BEGINNING: Final = (datetime(1970, 1, 1, tzinfo=UTC), "")
 
 #: `created_at` has an index and is never later than `finished_at`. `last_seq` is how many events a job has, so that the
 #: transaction is short however long the stories are. Limits are written out, and `(SELECT … LIMIT 1) IS NULL` is a
@@ -28,13 +30,14 @@ PRUNE_JOBS: Final = """
 WITH old AS MATERIALIZED (
     SELECT tenant_id, job_id, queue, created_at, last_seq FROM jobs
     WHERE tenant_id = $1 AND created_at < now() - $2::interval AND finished_at < now() - $2::interval
+      AND created_at >= $3 AND (created_at, job_id) > ($3, $4)
       AND (SELECT 1 FROM dlq_items d WHERE d.tenant_id = jobs.tenant_id AND d.job_id = jobs.job_id
               AND d.queue = jobs.queue AND d.status IN ('open', 'discard_requested') LIMIT 1) IS NULL
       AND (SELECT 1 FROM idempotency_keys k WHERE k.tenant_id = jobs.tenant_id AND k.job_id = jobs.job_id
               AND k.queue = jobs.queue AND k.state <> 'done' LIMIT 1) IS NULL
     ORDER BY created_at, job_id LIMIT {jobs} FOR UPDATE OF jobs SKIP LOCKED
 ), gone AS MATERIALIZED (
-    SELECT tenant_id, job_id, queue FROM (
+    SELECT tenant_id, job_id, queue, created_at FROM (
         SELECT *, sum(last_seq) OVER (ORDER BY created_at, job_id, queue) - last_seq AS before FROM old
     ) counted WHERE before < {events}
 ), events AS (
@@ -57,7 +60,25 @@ WITH old AS MATERIALIZED (
     WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
 )
 SELECT (SELECT count(*) FROM jobs_gone) + (SELECT count(*) FROM events) + (SELECT count(*) FROM steps)
-     + (SELECT count(*) FROM letters) + (SELECT count(*) FROM decisions) + (SELECT count(*) FROM oddities)
+     + (SELECT count(*) FROM letters) + (SELECT count(*) FROM decisions) + (SELECT count(*) FROM oddities) AS gone,
+       (SELECT count(*) FROM old) = {jobs} OR (SELECT count(*) FROM old) > (SELECT count(*) FROM gone) AS more,
+       last.created_at, last.job_id, now() - $2::interval AS before
+  FROM (SELECT 1) one
+  LEFT JOIN LATERAL (SELECT created_at, job_id FROM gone ORDER BY created_at DESC, job_id DESC LIMIT 1) last ON true
+"""
+
+#: Of jobs that the ledger does not have, or no longer: the others go with their job.
+PRUNE_ANOMALIES: Final = """
+WITH gone AS (
+    SELECT tenant_id, id FROM anomalies a
+    WHERE tenant_id = $1 AND at < now() - $2::interval
+      AND (SELECT 1 FROM jobs j WHERE j.tenant_id = a.tenant_id AND j.job_id = a.job_id AND j.queue = a.queue
+            LIMIT 1) IS NULL
+    ORDER BY at LIMIT $3 FOR UPDATE SKIP LOCKED
+), dropped AS (
+    DELETE FROM anomalies a USING gone g WHERE a.tenant_id = g.tenant_id AND a.id = g.id RETURNING 1
+)
+SELECT count(*) FROM dropped
 """
 
 PRUNE_KEYS: Final = """
@@ -85,18 +106,26 @@ SELECT count(*) FROM dropped
 """
 
 
-async def prune(store: PostgresStore, keep_ms: int, limit: int) -> int:
+async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
     """At most about `limit` rows; how many went."""
     keep, entries = timedelta(milliseconds=keep_ms), timedelta(milliseconds=max(keep_ms, KEEP_ENTRIES_MS))
 
     # A job is at least two rows.
     prune_jobs = PRUNE_JOBS.format(jobs=max(1, limit // 2), events=max(1, limit // 2))
 
+    moved: Marks = {}
+
     async def work(connection: Connection) -> int:
         gone = 0
         for (tenant,) in await connection.fetch(_JOB_TENANTS):
             if gone < limit:
-                gone += await connection.fetchval(prune_jobs, tenant, keep)
+                start = (marks or {}).get(tenant, _BEGINNING)
+                (row,) = await connection.fetch(prune_jobs, tenant, keep, *start)
+                gone += row["gone"]
+                moved[tenant] = (row["created_at"], row["job_id"]) if row["more"] else (row["before"], "")
+        for (tenant,) in await connection.fetch(_ANOMALY_TENANTS):
+            if gone < limit:
+                gone += await connection.fetchval(PRUNE_ANOMALIES, tenant, keep, limit - gone)
         for (tenant,) in await connection.fetch(_KEY_TENANTS):
             if gone < limit:
                 gone += await connection.fetchval(PRUNE_KEYS, tenant, limit - gone)
@@ -105,4 +134,7 @@ async def prune(store: PostgresStore, keep_ms: int, limit: int) -> int:
                 gone += await connection.fetchval(PRUNE_ENTRIES, feed, entries, limit - gone)
         return gone
 
-    return await store.transact(work)
+    gone = await store.transact(work)
+    if marks is not None:
+        marks.update(moved)
+    return gone

@@ -35,6 +35,8 @@ _OPTIONS: Final = frozenset({"sslmode", "sslrootcert", "sslcert", "sslkey", "app
 _IDLE_IN_TRANSACTION_MS: Final = 60_000
 #: How many connections queries keep; more are made for a moment, up to the pool's size.
 _KEPT_READERS: Final = 1
+#: How long to wait for a server to say goodbye; one that is silent is left.
+_CLOSE_S: Final = 1.0
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -98,6 +100,7 @@ class PostgresStore:
         self._pool: asyncpg.Pool | None = None
         self._making: asyncio.Lock | None = None
         self._readers: AsyncEngine | None = None
+        self._closed = False
         self.news = News(self.connect, self.address.name)
 
     @property
@@ -109,16 +112,21 @@ class PostgresStore:
         """Connections of its own, for another event loop."""
         return PostgresStore(self.url, self.options, self._guard)
 
+    async def open(self) -> None:
+        """Connect, and look at the ledger. Not needed before the first use, but after `close`."""
+        self._closed = False
+        await self.execute("SELECT 1")
+
     async def close(self) -> None:
-        """Give connections back. Safe to call twice; the next use connects again."""
+        """Give connections back, soon even if the server is silent. Safe to call twice; to use it again, `open` it."""
+        self._closed = True
         pool, self._pool = self._pool, None
         await self.news.close()
         if self._readers is not None:
-            # It can be used again.
             await self._readers.dispose()
         if pool is not None:
             try:
-                async with asyncio.timeout(self.options.connect_timeout_s):
+                async with asyncio.timeout(_CLOSE_S):
                     await pool.close()
             except TimeoutError:
                 pool.terminate()
@@ -231,22 +239,28 @@ class PostgresStore:
                     raise
         await self._release(connection)
 
+    def _check_open(self) -> None:
+        # Somebody may still be at it when the app is closed: a new connection would never be given back.
+        if self._closed:
+            raise LedgerUnavailable(f"the ledger {self.name} has been closed; open it to use it again")
+
     async def _ready(self) -> asyncpg.Pool:
         if self._pool is None:
+            self._check_open()
             self._making = self._making or asyncio.Lock()
             async with self._making:
                 if self._pool is None:
                     self._pool = await asyncpg.create_pool(
                         min_size=0,
                         max_size=self.options.pool_size,
-                        connect=self.connect,
-                        init=_go_by_keys,
+                        connect=self._connect_writer,
                         reset=_no_reset,
                     )
         return self._pool
 
     async def connect(self, *_: Any, **options: Any) -> asyncpg.Connection:
         """A new connection to a ledger that has been looked at. Raises `LedgerUnavailable`, or what the guard does."""
+        self._check_open()
         # The pool passes its event loop and classes along.
         with translated(self.name):
             connection: asyncpg.Connection = await asyncpg.connect(
@@ -263,6 +277,17 @@ class PostgresStore:
                     connection.terminate()
                     raise
                 self._trusted = True
+        return connection
+
+    async def _connect_writer(self, *_: Any, **options: Any) -> asyncpg.Connection:
+        connection = await self.connect(**options)
+        # Not as the pool's `init`: that would wait for the goodbye of a server that is silent.
+        try:
+            with translated(self.name):
+                await connection.execute(_GO_BY_KEYS)
+        except BaseException:
+            connection.terminate()
+            raise
         return connection
 
     # Reading ---------------------------------------------------------------------------------------
@@ -299,7 +324,8 @@ class PostgresStore:
 
 
 class _Reader(asyncpg.Connection):
-    """SQLAlchemy lets a time-out of its own ping through as it is; here it is ours."""
+    """SQLAlchemy lets a time-out of its own ping through as it is; here it is ours. And it does not wait for long for
+    a goodbye."""
 
     where = ""
 
@@ -311,14 +337,19 @@ class _Reader(asyncpg.Connection):
         with translated(self.where, (TimeoutError,)):
             return await super().fetchrow(*arguments, **options)
 
+    async def close(self, *, timeout: float | None = None) -> None:
+        try:
+            await super().close(timeout=min(timeout or _CLOSE_S, _CLOSE_S))
+        except DOWN:
+            self.terminate()
 
-async def _go_by_keys(connection: asyncpg.Connection) -> None:
-    """Whatever writes finds its rows by a key. It is planned each time: a plan that was made while a table was empty
-    would read all of it, and be kept until the table is analysed."""
-    await connection.execute(
-        "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off;"
-        " SET plan_cache_mode = force_custom_plan"
-    )
+
+#: Whatever writes finds its rows by a key. It is planned each time: a plan that was made while a table was empty would
+#: read all of it, and be kept until the table is analysed.
+_GO_BY_KEYS: Final = (
+    "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off;"
+    " SET plan_cache_mode = force_custom_plan"
+)
 
 
 async def _no_reset(_: asyncpg.Connection) -> None:

@@ -18,7 +18,20 @@ from holdfast.core.job import Event
 from holdfast.core.states import State
 from holdfast.engine.port import FeedEntry
 from holdfast.engine.sqlite.transaction import Transaction
-from holdfast.ledger.folding import Anomaly, Draft, Folded, Known, Misfit, Name, cleaned, fold, halves, to_json
+from holdfast.ledger.folding import (
+    UNKNOWN_PAYLOAD,
+    UNKNOWN_TASK,
+    Anomaly,
+    Draft,
+    Folded,
+    Known,
+    Misfit,
+    Name,
+    cleaned,
+    fold,
+    halves,
+    to_json,
+)
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
 from holdfast.ledger.presence import Presence, wait_moved
@@ -54,6 +67,10 @@ VALUES (:queue, '', '', :projector, :until, :now)
 ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, until = excluded.until
  WHERE p.projector IS NULL OR p.projector = excluded.projector OR p.until IS NULL OR p.until < :now
 RETURNING position, nonce"""
+
+_TAKEN: Final = """
+SELECT json_group_array(feed) FROM feed_positions
+ WHERE feed IN (SELECT row.value FROM json_each(:queues) AS row) AND projector <> :projector AND until >= :now"""
 
 _RELEASE: Final = "UPDATE feed_positions SET projector = NULL, until = NULL WHERE feed = ? AND projector = ?"
 
@@ -118,6 +135,13 @@ SELECT json_group_array(json_array(row.key, jobs.state, jobs.last_seq))
   FROM json_each(:names) AS row CROSS JOIN jobs
     ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue"""
 
+#: A job whose creation nobody told us, or that could not be written, cannot be restored: it is not there.
+_PRESENT: Final = f"""
+SELECT json_group_array(json_array(row.key))
+  FROM json_each(:names) AS row CROSS JOIN jobs
+    ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue
+ WHERE NOT (jobs.job_type = '{UNKNOWN_TASK}' AND jobs.payload = '{UNKNOWN_PAYLOAD}')"""  # noqa: S608
+
 _STORIES: Final = """
 SELECT json_group_array(json_array(place, type, from_state, to_state, attempt, worker, message, data, at)) FROM (
     SELECT row.key AS place, e.* FROM json_each(:names) AS row CROSS JOIN job_events AS e
@@ -146,7 +170,13 @@ SELECT json_group_array(e.position) FROM json_each(:rows) AS row CROSS JOIN feed
 
 _UNACKED: Final = """
 SELECT json_group_array(json_array(tenant_id, job_id, dlq_id)) FROM (
-    SELECT * FROM dlq_items WHERE acked_at IS NULL AND queue = :queue ORDER BY failed_at LIMIT :limit)"""
+    SELECT * FROM dlq_items
+     WHERE acked_at IS NULL AND queue = :queue AND (tenant_id, dlq_id) > (:tenant_id, :dlq_id)
+     ORDER BY tenant_id, dlq_id LIMIT :limit)"""
+
+_LETTERS: Final = """
+SELECT json_group_array(json_array(row.key, d.dlq_id)) FROM json_each(:rows) AS row CROSS JOIN dlq_items AS d
+    ON d.tenant_id = row.value ->> 0 AND d.job_id = row.value ->> 1 AND d.queue = row.value ->> 2"""
 
 _ACK: Final = """
 UPDATE dlq_items SET acked_at = :now
@@ -171,6 +201,10 @@ class SqliteProjection(Projection):
         values = {"queue": queue, "projector": projector, "until": now_ms + lease_ms, "now": now_ms}
         row = await self._store.write(lambda transaction: transaction.execute(_TAKE, values).fetchone())
         return Position(*row) if row else None
+
+    async def taken(self, queues: Sequence[str], projector: str) -> set[str]:
+        values = {"queues": to_json(list(queues)), "projector": projector, "now": self._clock.now_ms()}
+        return set(await self._read(_TAKEN, values))
 
     async def release(self, queue: str, projector: str) -> None:
         await self._store.write(lambda transaction: transaction.execute(_RELEASE, (queue, projector)).rowcount)
@@ -221,9 +255,14 @@ class SqliteProjection(Projection):
         rows = to_json([(entry.position, entry.nonce) for entry in entries])
         return set(await self._read(_WRITTEN, {"queue": queue, "rows": rows}))
 
-    async def unacked(self, queue: str, limit: int) -> list[DeadLetter]:
-        rows = await self._read(_UNACKED, {"queue": queue, "limit": limit})
+    async def unacked(self, queue: str, limit: int, after: DeadLetter | None = None) -> list[DeadLetter]:
+        last = {"tenant_id": after.key.tenant_id if after else "", "dlq_id": after.dlq_id if after else ""}
+        rows = await self._read(_UNACKED, {"queue": queue, "limit": limit} | last)
         return [DeadLetter(JobKey(tenant_id, queue, job_id), dlq_id) for tenant_id, job_id, dlq_id in rows]
+
+    async def letters(self, keys: Sequence[JobKey]) -> list[DeadLetter]:
+        names = to_json([(clean(key.tenant_id), clean(key.job_id), key.queue) for key in keys])
+        return [DeadLetter(keys[place], dlq_id) for place, dlq_id in await self._read(_LETTERS, {"rows": names})]
 
     async def ack(self, letters: Sequence[DeadLetter]) -> None:
         rows = to_json([(letter.key.tenant_id, letter.dlq_id) for letter in letters])
@@ -242,9 +281,13 @@ class SqliteProjection(Projection):
     async def wait_present(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
         return await self._presence.wait(keys, wait_ms)
 
+    async def close(self) -> None:
+        """Nobody waits any longer."""
+        await self._presence.close()
+
     async def _look(self, queue: str, keys: Sequence[JobKey]) -> set[JobKey]:
         names = to_json([(clean(key.tenant_id), clean(key.job_id)) for key in keys])
-        return {keys[place] for place, _, _ in await self._read(_LOOK_UP, {"queue": queue, "names": names})}
+        return {keys[place] for (place,) in await self._read(_PRESENT, {"queue": queue, "names": names})}
 
     async def _read(self, statement: str, values: dict[str, Any]) -> list[Any]:
         return await self._store.write(_rows, statement, values, lazy=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from holdfast.engine.sqlite.transaction import Transaction
-from holdfast.ledger.retention import KEEP_ENTRIES_MS
+from holdfast.ledger.retention import KEEP_ENTRIES_MS, Marks
 
 _TENANTS: Final = """
 WITH RECURSIVE found(tenant_id) AS (
@@ -18,13 +18,15 @@ SELECT tenant_id FROM found WHERE tenant_id IS NOT NULL
 """
 _JOB_TENANTS: Final = _TENANTS.format(table="jobs")
 _KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
-_STEP_TENANTS: Final = _TENANTS.format(table="job_steps")
+_ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
 
 _OLD_JOBS: Final = """
-SELECT tenant_id, job_id, queue FROM (
-    SELECT tenant_id, job_id, queue, sum(last_seq) OVER (ORDER BY created_at, job_id, queue) - last_seq AS before FROM (
+SELECT tenant_id, job_id, queue, created_at FROM (
+    SELECT tenant_id, job_id, queue, created_at,
+           sum(last_seq) OVER (ORDER BY created_at, job_id, queue) - last_seq AS before FROM (
         SELECT tenant_id, job_id, queue, created_at, last_seq FROM jobs
         WHERE tenant_id = ?1 AND created_at < ?2 AND finished_at < ?2
+          AND created_at >= ?4 AND (created_at, job_id) > (?4, ?5)
           AND NOT EXISTS (
               SELECT 1 FROM dlq_items d WHERE d.tenant_id = jobs.tenant_id AND d.job_id = jobs.job_id
                  AND d.queue = jobs.queue AND d.status IN ('open', 'discard_requested'))
@@ -45,6 +47,14 @@ DELETE FROM idempotency_keys WHERE rowid IN (
     SELECT rowid FROM idempotency_keys
     WHERE tenant_id = ?1 AND expires_at IS NOT NULL AND expires_at < ?2 AND state = 'done' ORDER BY expires_at LIMIT ?3)
 """
+#: Of jobs that the ledger does not have, or no longer: the others go with their job.
+_PRUNE_ANOMALIES: Final = """
+DELETE FROM anomalies WHERE rowid IN (
+    SELECT rowid FROM anomalies a WHERE tenant_id = ?1 AND at < ?2
+       AND NOT EXISTS (
+           SELECT 1 FROM jobs j WHERE j.tenant_id = a.tenant_id AND j.job_id = a.job_id AND j.queue = a.queue)
+     ORDER BY at LIMIT ?3)
+"""
 _PRUNE_ENTRIES: Final = """
 DELETE FROM feed_entries WHERE rowid IN (
     SELECT e.rowid FROM feed_entries e JOIN feed_positions p USING (feed)
@@ -52,15 +62,22 @@ DELETE FROM feed_entries WHERE rowid IN (
 """
 
 
-def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int) -> int:
+def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
     """At most about `limit` rows; how many went."""
-    gone = 0
+    gone, old = 0, now_ms - keep_ms
+    marks = {} if marks is None else marks
     for (tenant,) in transaction.execute(_JOB_TENANTS).fetchall():
-        for job in transaction.execute(_OLD_JOBS, (tenant, now_ms - keep_ms, limit - gone)).fetchall():
+        start = marks.get(tenant, (0, ""))
+        for *job, created_at in transaction.execute(_OLD_JOBS, (tenant, old, limit - gone, *start)).fetchall():
             gone += sum(transaction.execute(statement, job).rowcount for statement in _DROP)
+            marks[tenant] = (created_at, job[1])
         if gone >= limit:
             return gone
-    gone += prune_keys(transaction, now_ms, limit - gone)
+        # A job has two rows or more, so that was all.
+        marks[tenant] = (old, "")
+    for (tenant,) in transaction.execute(_ANOMALY_TENANTS).fetchall():
+        gone += transaction.execute(_PRUNE_ANOMALIES, (tenant, old, max(0, limit - gone))).rowcount
+    gone += prune_keys(transaction, now_ms, max(0, limit - gone))
     before = now_ms - max(keep_ms, KEEP_ENTRIES_MS)
     for (feed,) in transaction.execute("SELECT feed FROM feed_positions").fetchall():
         gone += transaction.execute(_PRUNE_ENTRIES, (feed, before, max(0, limit - gone))).rowcount

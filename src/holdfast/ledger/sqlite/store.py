@@ -63,6 +63,7 @@ class SqliteStore:
         self._subscriber: Subscriber | None = None
         self._readers: AsyncEngine | None = None
         self._opening: asyncio.Lock | None = None
+        self._closed = False
         self._waiting = 0
         self.news = FileNews(self._watch)
 
@@ -80,7 +81,16 @@ class SqliteStore:
         return SqliteStore(self.place, self._prepare, self._guard)
 
     async def open(self) -> Writer:
-        """Raises `LedgerUnavailable` if the file cannot be used; what `prepare` raises if it is not ours."""
+        """Raises `LedgerUnavailable` if the file cannot be used; what `prepare` raises if it is not ours.
+
+        Not needed before the first use, but after `close`."""
+        self._closed = False
+        return await self._ready()
+
+    async def _ready(self) -> Writer:
+        if self._closed:
+            # Somebody who was still at it when the app was closed.
+            raise LedgerUnavailable(f"the ledger {self.name} has been closed; open it to use it again")
         if self._writer is None:
             self._opening = self._opening or asyncio.Lock()
             async with self._opening:
@@ -94,10 +104,10 @@ class SqliteStore:
         return self._writer
 
     async def close(self) -> None:
-        """Safe to call twice; the next use opens it again."""
+        """Safe to call twice; `open` makes it usable again."""
+        self._closed = True
         writer, self._writer = self._writer, None
         if self._readers is not None:
-            # It can be used again.
             await self._readers.dispose()
         if writer is not None and self._subscriber is not None:
             writer.unsubscribe(self._subscriber)
@@ -109,7 +119,7 @@ class SqliteStore:
 
         Many share a commit; each is a savepoint. What moves a feed adds its queue to `transaction.effects.recorded`.
         """
-        writer = self._writer or await self.open()
+        writer = self._writer or await self._ready()
         return await writer.perform(work, *arguments, lazy=lazy, unavailable=LedgerUnavailable)
 
     @property

@@ -23,9 +23,10 @@ INSTANT: Final = sa.DateTime(timezone=True).with_variant(sa.BigInteger(), "sqlit
 NAME: Final = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 
 
-def _only(predicate: str) -> dict[str, Any]:
-    """An index on some of the rows."""
-    return {"postgresql_where": sa.text(predicate), "sqlite_where": sa.text(predicate)}
+def _only(predicate: str, on_postgres: str = "") -> dict[str, Any]:
+    """An index on some of the rows; on PostgreSQL perhaps on fewer, as its rows have a limit."""
+    both = f"{predicate} AND {on_postgres}" if on_postgres else predicate
+    return {"postgresql_where": sa.text(both), "sqlite_where": sa.text(predicate)}
 
 
 def upgrade() -> None:
@@ -100,12 +101,22 @@ def _create_jobs() -> None:
         sa.CheckConstraint("attempt >= 0 AND retry_count >= 0 AND last_seq > 0", name=op.f("jobs_counts")),
         sa.PrimaryKeyConstraint("tenant_id", "job_id", "queue", name=op.f("jobs_pk")),
     )
-    op.create_index(op.f("jobs_by_key"), "jobs", ["tenant_id", "idempotency_key"], **_only("idempotency_key <> job_id"))
+    op.create_index(
+        op.f("jobs_by_key"),
+        "jobs",
+        ["tenant_id", "idempotency_key"],
+        **_only("idempotency_key <> job_id", "octet_length(idempotency_key) <= 1000"),
+    )
     op.create_index(
         op.f("jobs_by_state"), "jobs", ["tenant_id", "state", "created_at"], **_only("state <> 'succeeded'")
     )
     op.create_index(op.f("jobs_by_time"), "jobs", ["tenant_id", "created_at"])
-    op.create_index(op.f("jobs_by_trace"), "jobs", ["tenant_id", "trace_id"], **_only("trace_id <> ''"))
+    op.create_index(
+        op.f("jobs_by_trace"),
+        "jobs",
+        ["tenant_id", "trace_id"],
+        **_only("trace_id <> ''", "octet_length(trace_id) <= 1000"),
+    )
     op.create_index(op.f("jobs_by_type"), "jobs", ["tenant_id", "job_type", "created_at"])
     op.create_index(
         op.f("jobs_with_error"), "jobs", ["tenant_id", "created_at", "job_id"], **_only("last_error IS NOT NULL")
@@ -289,6 +300,7 @@ def _create_ledger_owner() -> None:
         "ledger_owner",
         sa.Column("id", sa.SmallInteger(), autoincrement=False, nullable=False),
         sa.Column("namespace", NAME, nullable=False),
+        sa.Column("engine", NAME, server_default="", nullable=False),
         sa.Column("since", INSTANT, nullable=False),
         sa.CheckConstraint("id = 1", name=op.f("ledger_owner_one")),
         sa.PrimaryKeyConstraint("id", name=op.f("ledger_owner_pk")),
@@ -333,3 +345,4 @@ def _create_anomalies() -> None:
         sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("anomalies_pk")),
     )
     op.create_index(op.f("anomalies_by_job"), "anomalies", ["tenant_id", "job_id", "queue"])
+    op.create_index(op.f("anomalies_by_time"), "anomalies", ["tenant_id", "at"])
