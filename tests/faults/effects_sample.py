@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,15 @@ async def act_and_wait(note: str, gate: str) -> str:
     return done
 
 
+def act_and_wait_in_a_thread(note: str, gate: str) -> str:
+    """Nobody can stop it, not even when its run is over."""
+    with Path(os.environ[ACTS_VARIABLE]).open("a") as acts:
+        acts.write(f"{note} {os.getpid()}\n")
+    while not Path(gate).exists():
+        time.sleep(0.005)
+    return f"did {note}"
+
+
 @app.task
 async def crash(ctx: Context) -> str:
     return await ctx.effect("crash", act_and_die, "crash")
@@ -51,6 +61,11 @@ async def crash_again(ctx: Context) -> str:
 @app.task
 async def wait(ctx: Context, key: str, gate: str) -> str:
     return await ctx.effect(key, act_and_wait, key, gate)
+
+
+@app.task
+async def wait_in_a_thread(ctx: Context, key: str, gate: str) -> str:
+    return await ctx.effect(key, act_and_wait_in_a_thread, key, gate)
 
 
 @app.task

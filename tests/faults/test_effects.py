@@ -155,7 +155,7 @@ async def test_two_tenants_do_not_share_a_key(scene: Scene) -> None:
 async def test_a_worker_stopped_past_its_lease_resolves_the_doubt_when_it_comes_back(scene: Scene) -> None:
     first = await scene.worker()
     gate = scene.folder / "gate"
-    job = await scene.submit("wait", f'{{"key": "late", "gate": "{gate}"}}'.encode())
+    job = await scene.submit("wait_in_a_thread", f'{{"key": "late", "gate": "{gate}"}}'.encode())
     await scene.acted(1)
     first.pause()
     await scene.worker()

@@ -21,7 +21,7 @@ from holdfast.engine.port import FeedEntry
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port import Projection
 from holdfast.settings import Settings
-from holdfast.upkeep import dead_letters, projector
+from holdfast.upkeep import dead_letters, track
 from holdfast.upkeep.bookkeeping import Bookkeeping
 from holdfast.upkeep.dead_letters import DeadLetters, Unrecorded
 from holdfast.upkeep.projector import Projector
@@ -249,7 +249,7 @@ def _bytes(entries: list[FeedEntry]) -> int:
 
 
 async def test_a_batch_is_bounded_by_bytes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projector, "MOST_BYTES", 1_000_000, raising=False)
+    monkeypatch.setattr(track, "MOST_BYTES", 1_000_000)
     await world.admit()
     ids = await _large(world, 60, 100_000)
     one = world.projector()
@@ -286,7 +286,7 @@ async def test_a_batch_that_takes_too_long_is_halved(world: World, caplog: pytes
 
     spied(one).before["project"] = time_out
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(projector, "MOST_BYTES", 4_000_000, raising=False)
+    monkey.setattr(track, "MOST_BYTES", 4_000_000)
     await world.start(one)
     await world.settled_down()
     monkey.undo()
@@ -334,7 +334,7 @@ async def test_an_error_with_one_letter_hinders_no_other(world: World) -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projector, "_STRAYS_S", 0.2, raising=False)
+    monkeypatch.setattr(track, "STRAYS_S", 0.2)
 
 
 async def _trim(world: World) -> None:

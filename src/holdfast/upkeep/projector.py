@@ -24,9 +24,8 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from random import uniform
-from typing import Any, Final
+from typing import Final
 from uuid import uuid4
 
 from holdfast.core.backoff import Backoff
@@ -38,18 +37,13 @@ from holdfast.upkeep.admission import admit
 from holdfast.upkeep.complaint import Complaint
 from holdfast.upkeep.dead_letters import DeadLetters
 from holdfast.upkeep.loop import Queues
+from holdfast.upkeep.track import SMALLEST_SHARE, Next, Track, Trouble, is_enough
 
 _log: Final = logging.getLogger("holdfast.projector")
 
 LEASE_MS: Final = 5_000
-#: A batch waits this long for company, unless it is this large or in a hurry …
+#: A batch waits this long for company, unless it is large or in a hurry.
 LINGER_S: Final = 0.05
-ENOUGH_EVENTS: Final = 3_000
-#: … and takes no more than this into one transaction when there is a backlog.
-MOST_EVENTS: Final = 10_000
-MOST_BYTES: Final = 16 * 1024 * 1024
-#: A batch that the ledger does not take in time is halved, down to this part of the above.
-_SMALLEST_SHARE: Final = 1 / 256
 #: While it lingers, it looks for more this often.
 _LOOK_S: Final = 0.005
 
@@ -61,101 +55,15 @@ _MOST_READ: Final = 500
 _ROUND_S: Final = 1.0
 #: How often, at least, to look for feeds that have lost their projector or were given back.
 _STAND_BY_S: Final = 2.5
-#: A queue that cannot be projected is tried again after this, twice as long each time, up to …
-_TROUBLE_S: Final = 0.1
-_MOST_TROUBLE_S: Final = 30.0
 _TRIM_S: Final = 1.0
 #: Dead letters that could not be told are tried again after this.
 _LETTERS_S: Final = 5.0
-#: How often to look for dead letters in the engine that the ledger has no word of.
-_STRAYS_S: Final = 30.0
 #: A ledger that does not answer must not hold up the end.
 _GIVE_BACK_S: Final = 1.0
 
 
 class Fork(Exception):
     """The feed is not the one that the position is in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Next:
-    """A batch to be written, what comes after it, and what the store has made of the batch in advance."""
-
-    batch: list[FeedEntry]
-    rest: list[FeedEntry]
-    prepared: Any = None
-
-    @property
-    def is_enough(self) -> bool:
-        """Not to wait for more."""
-        return bool(self.rest) or _is_enough(self.batch)
-
-    @property
-    def hurry(self) -> bool:
-        return any(entry.hurry for entry in self.batch)
-
-
-class Trouble:
-    """A queue that could not be projected."""
-
-    def __init__(self) -> None:
-        self._backoff = Backoff(base_s=_TROUBLE_S, cap_s=_MOST_TROUBLE_S)
-        self.complaint = Complaint(_log)
-        self.share = 1.0
-        self.until = 0.0
-
-    def once_more(self) -> None:
-        self.until = time.monotonic() + self._backoff.next_s()
-
-
-class Track:
-    """One feed, as this projector follows it while it has the lease."""
-
-    def __init__(self, queue: str, at: Position, share: float = 1.0) -> None:
-        self.queue = queue
-        #: Which part of a full batch may be written at once.
-        self.share = share
-        #: Where the ledger is.
-        self.at = at
-        #: The position is not known to be in this feed: it is new, or has forked.
-        self.astray = not at.position
-        self.looked_at = 0.0
-        self.trimmed_at = 0.0
-        self.trimmed_to = ""
-        self.leased_until = 0.0
-        #: What was read and is to be written in this turn.
-        self.pending: Next | None = None
-        self.ahead: asyncio.Task[Next] | None = None
-        #: How large its entries were, last time.
-        self.entry_size = 0
-        self.strays_at = time.monotonic() + _STRAYS_S
-        self.telling: asyncio.Task[None] | None = None
-        self.tell_at = 0.0
-
-    @property
-    def most_events(self) -> int:
-        return max(1, round(MOST_EVENTS * self.share))
-
-    @property
-    def most_bytes(self) -> int:
-        return max(1, round(MOST_BYTES * self.share))
-
-    def cut(self, entries: list[FeedEntry]) -> Next:
-        """As many as go into one transaction, and the rest; at least one."""
-        events = size = 0
-        for place, entry in enumerate(entries):
-            events += len(entry.events)
-            size += entry.size
-            if (events > self.most_events or size > self.most_bytes) and place:
-                return Next(entries[:place], entries[place:])
-        return Next(entries, [])
-
-    def drop_ahead(self) -> None:
-        self.pending = None
-        if self.ahead is not None:
-            self.ahead.cancel()
-            self.ahead.add_done_callback(_look_at)
-            self.ahead = None
 
 
 class Projector:
@@ -364,7 +272,7 @@ class Projector:
         trouble = self._troubles.setdefault(queue, Trouble())
         track = self._tracks.get(queue)
         if track is not None and isinstance(error, LedgerUnavailable):
-            trouble.share = max(_SMALLEST_SHARE, track.share / 2)
+            trouble.share = max(SMALLEST_SHARE, track.share / 2)
         if isinstance(error, Unavailable):
             await self._projection.position(queue)
             await self._engine.now_ms()
@@ -467,7 +375,7 @@ class Projector:
         await self._trim(track)
 
     async def _read_on(self, track: Track, rest: list[FeedEntry], last: FeedEntry) -> Next:
-        if not _is_enough(rest) and not track.cut(rest).rest:
+        if not is_enough(rest) and not track.cut(rest).rest:
             rest = rest + await self._read(track, last.position, last.nonce)
         following = track.cut(rest)
         if not following.is_enough:
@@ -576,7 +484,7 @@ class Projector:
 
     async def _see_to_strays(self, track: Track) -> None:
         """Jobs that wait for the ledger although it has no dead letter of them: it was replaced, or set back."""
-        track.strays_at = time.monotonic() + _STRAYS_S
+        track.look_for_strays_later()
         if not track.at.position:
             return
         events = await self._letters.strays(track.queue, track.at)
@@ -636,16 +544,6 @@ class Projector:
         except HoldfastError as exc:
             _log.debug("nor can the feeds be looked at: %s", exc)
         self._measure()
-
-
-def _look_at(task: asyncio.Task[Next]) -> None:
-    """Nobody wants its result any more, nor its error."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _is_enough(entries: Sequence[FeedEntry]) -> bool:
-    return sum(len(entry.events) for entry in entries) >= ENOUGH_EVENTS or any(entry.hurry for entry in entries)
 
 
 def _oldest_ms(entries: Iterable[FeedEntry]) -> int:

@@ -1,0 +1,125 @@
+"""One feed as a projector follows it: what was read, what comes next, how much goes into a batch, and its troubles."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.core.backoff import Backoff
+from holdfast.engine.port import FeedEntry
+from holdfast.ledger.port import Position
+from holdfast.upkeep.complaint import Complaint
+
+_log: Final = logging.getLogger("holdfast.projector")
+
+#: A batch of so many events waits for no company …
+ENOUGH_EVENTS: Final = 3_000
+#: … and no more than this goes into one transaction when there is a backlog.
+MOST_EVENTS: Final = 10_000
+MOST_BYTES: Final = 16 * 1024 * 1024
+#: A batch that the ledger does not take in time is halved, down to this part of the above.
+SMALLEST_SHARE: Final = 1 / 256
+#: A queue that cannot be projected is tried again after this, twice as long each time, up to …
+_TROUBLE_S: Final = 0.1
+_MOST_TROUBLE_S: Final = 30.0
+#: How often to look for dead letters in the engine that the ledger has no word of.
+STRAYS_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """A batch to be written, what comes after it, and what the store has made of the batch in advance."""
+
+    batch: list[FeedEntry]
+    rest: list[FeedEntry]
+    prepared: Any = None
+
+    @property
+    def is_enough(self) -> bool:
+        """Not to wait for more."""
+        return bool(self.rest) or is_enough(self.batch)
+
+    @property
+    def hurry(self) -> bool:
+        return any(entry.hurry for entry in self.batch)
+
+
+class Trouble:
+    """A queue that could not be projected."""
+
+    def __init__(self) -> None:
+        self._backoff = Backoff(base_s=_TROUBLE_S, cap_s=_MOST_TROUBLE_S)
+        self.complaint = Complaint(_log)
+        self.share = 1.0
+        self.until = 0.0
+
+    def once_more(self) -> None:
+        self.until = time.monotonic() + self._backoff.next_s()
+
+
+class Track:
+    """One feed, as this projector follows it while it has the lease."""
+
+    def __init__(self, queue: str, at: Position, share: float = 1.0) -> None:
+        self.queue = queue
+        #: Which part of a full batch may be written at once.
+        self.share = share
+        #: Where the ledger is.
+        self.at = at
+        #: The position is not known to be in this feed: it is new, or has forked.
+        self.astray = not at.position
+        self.looked_at = 0.0
+        self.trimmed_at = 0.0
+        self.trimmed_to = ""
+        self.leased_until = 0.0
+        #: What was read and is to be written in this turn.
+        self.pending: Next | None = None
+        self.ahead: asyncio.Task[Next] | None = None
+        #: How large its entries were, last time.
+        self.entry_size = 0
+        self.look_for_strays_later()
+        self.telling: asyncio.Task[None] | None = None
+        self.tell_at = 0.0
+
+    @property
+    def most_events(self) -> int:
+        return max(1, round(MOST_EVENTS * self.share))
+
+    @property
+    def most_bytes(self) -> int:
+        return max(1, round(MOST_BYTES * self.share))
+
+    def cut(self, entries: list[FeedEntry]) -> Next:
+        """As many as go into one transaction, and the rest; at least one."""
+        events = size = 0
+        for place, entry in enumerate(entries):
+            events += len(entry.events)
+            size += entry.size
+            if (events > self.most_events or size > self.most_bytes) and place:
+                return Next(entries[:place], entries[place:])
+        return Next(entries, [])
+
+    def look_for_strays_later(self) -> None:
+        self.strays_at = time.monotonic() + STRAYS_S
+
+    def drop_ahead(self) -> None:
+        self.pending = None
+        if self.ahead is not None:
+            self.ahead.cancel()
+            self.ahead.add_done_callback(_look_at)
+            self.ahead = None
+
+
+def is_enough(entries: Sequence[FeedEntry]) -> bool:
+    """Large enough to be written at once, or in a hurry."""
+    return sum(len(entry.events) for entry in entries) >= ENOUGH_EVENTS or any(entry.hurry for entry in entries)
+
+
+def _look_at(task: asyncio.Task[Next]) -> None:
+    """Nobody wants its result any more, nor its error."""
+    if not task.cancelled():
+        task.exception()
