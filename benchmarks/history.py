@@ -55,7 +55,8 @@ SELECT CASE WHEN n % 20 = 0 THEN 'acme' WHEN n = 77 THEN 'rare' ELSE 'default' E
        LATERAL (SELECT CASE WHEN n > $1 - 2000 THEN 'queued' WHEN n % 330 = 0 THEN 'failed'
                             WHEN n % 331 = 0 THEN 'cancelled' WHEN n % 3300 = 33 THEN 'retrying'
                             WHEN n < 50 THEN 'suspended' ELSE 'succeeded' END) AS s(state),
-       LATERAL (SELECT now() - interval '30 days' + n * interval '30 days' / $1) AS t(at)
+       -- Less than the retention, or the oldest would be pruned while we measure.
+       LATERAL (SELECT now() - interval '25 days' + n * interval '25 days' / $1) AS t(at)
 """
 
 _EVENTS_SQL: Final = """
