@@ -97,7 +97,13 @@ async def _in_thread(work: Callable[[], Any], late: Callable[[Any], None] | None
             return
 
     threading.Thread(target=run, name="holdfast-effect", daemon=True).start()
-    return await future
+    try:
+        return await future
+    except asyncio.CancelledError:
+        # Cancelled in the very moment in which it ended: the future has a result that nobody will fetch.
+        if late is not None and not future.cancelled() and future.done() and future.exception() is None:
+            late(future.result())
+        raise
 
 
 @contextmanager
