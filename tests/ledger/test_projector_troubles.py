@@ -256,14 +256,14 @@ async def test_a_batch_is_bounded_by_bytes(world: World, monkeypatch: pytest.Mon
     sizes: list[int] = []
     pages: list[int] = []
     spied(one).before["project"] = lambda *arguments: sizes.append(_bytes(arguments[4]))
-    read = one._read
+    read = track.Track.read
 
     async def reading(*arguments: Any) -> list[FeedEntry]:
         entries = await read(*arguments)
         pages.append(_bytes(entries))
         return entries
 
-    one._read = reading  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(track.Track, "read", reading)
     await world.start(one)
     await world.settled_down()
     await world.check(ids)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.text import Text
 
 from holdfast.cli.command import AsJson, Connection, OneQueue, Queues, command
-from holdfast.cli.format import error_text, instant, job_document, joined, number_of, shorten, span, state_text
+from holdfast.cli.format import job_document, state_text
 from holdfast.cli.lookup import actor, find_job, queues_or_all
-from holdfast.cli.output import console, emit_json, emit_rows, note, on_terminal
+from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.parse import when
+from holdfast.cli.sheet import engine_row, ledger_row, print_beside, print_job
 from holdfast.cli.stores import Stores, stores
 from holdfast.cli.story import Story, counts_document, event_rows, row_document, stacks, story_document
 from holdfast.cli.timeline import rows as timeline_rows
 from holdfast.cli.watch import watch
-from holdfast.clock import to_datetime
 from holdfast.core.job import Failure, JobView, Meta
 from holdfast.core.states import FINAL, State
 from holdfast.core.story import BrokenStory, fold
@@ -117,7 +116,7 @@ async def list_jobs(
     if as_json:
         emit_json([row_document(job) for job in found])
     else:
-        rows = [_ledger_row(job, now_ms) for job in found]
+        rows = [ledger_row(job, now_ms) for job in found]
         emit_rows(_COLUMNS, rows, empty="no jobs")
     if cursor is not None:
         note(f"there may be more: --cursor {cursor}")
@@ -149,14 +148,14 @@ async def show(
     if as_json:
         emit_json(job_document(view) | (story_document(story) if story is not None else {}))
         return
-    _print_job(view)
+    print_job(view)
     print()
     # The last line of the timeline is the present.
     present = [] if view.state in FINAL else timeline_rows(view)[-1:]
     lines = event_rows(story.events) + present if story is not None else timeline_rows(view)
     emit_rows(("when", "after", "what", "detail"), lines, empty="")
     if story is not None:
-        _print_beside(story)
+        print_beside(story)
     if stack:
         last = [view.failure.stack] if view.failure is not None and view.failure.stack else []
         for text in stacks(story.events) if story is not None else last:
@@ -305,7 +304,7 @@ async def _list_engine(
     if as_json:
         emit_json([job_document(view) for view in views])
         return
-    emit_rows(_COLUMNS, [_row(view, now_ms) for view in views], empty="no jobs")
+    emit_rows(_COLUMNS, [engine_row(view, now_ms) for view in views], empty="no jobs")
     note("from the engine: there is no ledger, and jobs that ended are forgotten in time")
 
 
@@ -381,89 +380,3 @@ def _as_view(row: JobDetail) -> JobView:
 
 def _ms(at: datetime | None) -> int:
     return 0 if at is None else round(at.timestamp() * 1000)
-
-
-def _print_beside(story: Story) -> None:
-    if story.letter is not None:
-        letter = story.letter
-        print()
-        print(f"dead letter {letter.dlq_id} ({letter.status}): {joined(letter.error_code, shorten(letter.error, 120))}")
-    if story.steps:
-        print()
-        steps = [(str(step.position), step.name, shorten(step.result.text)) for step in story.steps]
-        emit_rows(("step", "name", "result"), steps, empty="")
-    if story.effects:
-        print()
-        effects = [(effect.key, effect.state, effect.function, effect.reason or "") for effect in story.effects]
-        emit_rows(("effect", "state", "function", "note"), effects, empty="")
-
-
-def _ledger_row(job: JobRow, now_ms: int) -> tuple[str | Text, ...]:
-    age_ms = now_ms - round(job.created_at.timestamp() * 1000)
-    return (
-        job.job_id,
-        job.job_type,
-        job.queue,
-        state_text(job.state),
-        str(job.attempt),
-        span(max(0, age_ms)),
-        _ledger_remark(job, now_ms),
-    )
-
-
-def _ledger_remark(job: JobRow, now_ms: int) -> str:
-    if job.state is State.RUNNING:
-        return f"on {job.worker}"
-    due = job.next_retry_at or (job.run_at if job.state is State.QUEUED else None)
-    if due is not None and job.state not in FINAL and due > to_datetime(now_ms):
-        return f"due in {span(round(due.timestamp() * 1000) - now_ms)}"
-    return shorten(job.last_error or job.error_message or "")
-
-
-def _row(view: JobView, now_ms: int) -> tuple[str | Text, ...]:
-    return (
-        view.job_id,
-        view.task,
-        view.queue,
-        state_text(view.state),
-        str(view.attempt),
-        span(max(0, now_ms - view.created_at_ms)),
-        _remark(view, now_ms),
-    )
-
-
-def _remark(view: JobView, now_ms: int) -> str:
-    if view.state is State.RUNNING:
-        return f"on {view.worker}"
-    if view.next_attempt_at_ms > now_ms:
-        return f"due in {span(view.next_attempt_at_ms - now_ms)}"
-    return shorten(joined(view.failure.type or view.failure.code, view.failure.message)) if view.failure else ""
-
-
-def _print_job(view: JobView) -> None:
-    facts = {
-        "job": view.job_id,
-        "task": view.task,
-        "queue": view.queue,
-        "tenant": view.tenant_id,
-        "state": state_text(view.state) if on_terminal() else view.state.value,
-        "attempt": f"{view.attempt} ({_retries(view)})",
-        "created": instant(view.created_at_ms),
-        "trace": view.trace_id,
-        "arguments": _text(view.payload),
-        "result": _text(view.result),
-        "error": error_text(view.failure) if view.failure else "",
-    }
-    out = console()
-    for name, value in facts.items():
-        if value:
-            out.print(Text.assemble((f"{name:<10} ", "bold" if on_terminal() else ""), value))
-
-
-def _retries(view: JobView) -> str:
-    lost = number_of(view.meta.lost_leases, "lost lease")
-    return f"{number_of(view.meta.retry_count, 'retry', 'retries')}, {lost}"
-
-
-def _text(encoded: bytes | None) -> str:
-    return "" if encoded is None else shorten(encoded.decode("utf-8", "replace"), 400)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -13,6 +12,7 @@ from holdfast.core.backoff import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import HoldfastError, Unavailable
 from holdfast.ledger.port import Ledger
+from holdfast.own_thread import OwnThread
 from holdfast.upkeep.projector import Projector
 
 _log: Final = logging.getLogger("holdfast.projector")
@@ -36,10 +36,7 @@ class Projecting:
         self._home = asyncio.get_running_loop()
         self._forked = forked
         self.projector = Projector(engine, ledger, queues, name=name, forked=self._tell)
-        self._thread = threading.Thread(target=self._main, name="holdfast-projector", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._thread = OwnThread("holdfast-projector", self._live, _loop_factory())
 
     def start(self) -> None:
         """Begin to project."""
@@ -47,31 +44,11 @@ class Projecting:
 
     async def stop(self) -> None:
         """Give the feeds back, end the thread, and wait for it."""
-        self._stopping = True
-        if self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(self._cancel)
-            except RuntimeError:
-                # It has ended by itself in this moment.
-                _log.debug("the projector's loop was closed already")
-        await asyncio.to_thread(self._thread.join)
+        await self._thread.stop()
 
     # From here on: the projector's own thread --------------------------------------------------------
 
-    def _main(self) -> None:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            self._loop = runner.get_loop()
-            try:
-                runner.run(self._live())
-            except asyncio.CancelledError:
-                _log.debug("the projector ends")
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
     async def _live(self) -> None:
-        self._task = asyncio.current_task()
         try:
             if await self._connect():
                 await self.projector.run()
@@ -82,7 +59,7 @@ class Projecting:
     async def _connect(self) -> bool:
         """Open the engine, however long that takes; the ledger connects when it is first needed."""
         backoff = Backoff()
-        while not self._stopping:
+        while not self._thread.stopping:
             try:
                 await self._engine.open()
                 return True

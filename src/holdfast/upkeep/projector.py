@@ -37,7 +37,7 @@ from holdfast.upkeep.admission import admit
 from holdfast.upkeep.complaint import Complaint
 from holdfast.upkeep.dead_letters import DeadLetters
 from holdfast.upkeep.loop import Queues
-from holdfast.upkeep.track import SMALLEST_SHARE, Next, Track, Trouble, is_enough
+from holdfast.upkeep.track import SMALLEST_SHARE, Fork, Next, Track, Trouble, is_enough
 
 _log: Final = logging.getLogger("holdfast.projector")
 
@@ -46,10 +46,6 @@ LEASE_MS: Final = 5_000
 LINGER_S: Final = 0.05
 #: While it lingers, it looks for more this often.
 _LOOK_S: Final = 0.005
-
-#: Entries read at a time: one holds up to some 500 events, most of them far fewer.
-_FIRST_READ: Final = 20
-_MOST_READ: Final = 500
 
 #: How often to look for new queues, and whether an idle feed is still the same.
 _ROUND_S: Final = 1.0
@@ -60,10 +56,6 @@ _TRIM_S: Final = 1.0
 _LETTERS_S: Final = 5.0
 #: A ledger that does not answer must not hold up the end.
 _GIVE_BACK_S: Final = 1.0
-
-
-class Fork(Exception):
-    """The feed is not the one that the position is in."""
 
 
 class Projector:
@@ -297,7 +289,7 @@ class Projector:
             await self._find_place(track)
             return
         if track.ahead is None:
-            following = track.cut(await self._read(track, track.at.position, track.at.nonce))
+            following = track.cut(await track.read(self._engine, track.at.position, track.at.nonce))
         else:
             following = await track.ahead
             track.ahead = None
@@ -327,34 +319,7 @@ class Projector:
             await self._collect(track)
             return
         last = track.pending.batch[-1]
-        track.pending = track.cut(track.pending.batch + await self._read(track, last.position, last.nonce))
-
-    async def _read(self, track: Track, start: str, nonce: str) -> list[FeedEntry]:
-        """Entries after `start`, which must still be there. Raises `Fork`."""
-        entries: list[FeedEntry] = []
-        events = size = 0
-        limit = min(_FIRST_READ, track.most_bytes // max(1, track.entry_size) + 2)
-        while events < track.most_events and size < track.most_bytes:
-            page = await self._engine.feed(track.queue, start, limit)
-            if start:
-                if not page or (page[0].position, page[0].nonce) != (start, nonce):
-                    raise Fork(track.queue)
-                del page[0]
-            if not page:
-                break
-            entries += page
-            events += sum(len(entry.events) for entry in page)
-            size += sum(entry.size for entry in page)
-            track.entry_size = size // len(entries)
-            start, nonce = entries[-1].position, entries[-1].nonce
-            if len(page) < limit - 1:
-                break
-            wanted = min(
-                max(0, track.most_events - events) * len(entries) // max(1, events),
-                max(0, track.most_bytes - size) * len(entries) // max(1, size),
-            )
-            limit = min(_MOST_READ, wanted + 2)
-        return entries
+        track.pending = track.cut(track.pending.batch + await track.read(self._engine, last.position, last.nonce))
 
     async def _write(self, track: Track) -> None:
         """Write the next batch of a feed, while what comes after it is being read."""
@@ -376,7 +341,7 @@ class Projector:
 
     async def _read_on(self, track: Track, rest: list[FeedEntry], last: FeedEntry) -> Next:
         if not is_enough(rest) and not track.cut(rest).rest:
-            rest = rest + await self._read(track, last.position, last.nonce)
+            rest = rest + await track.read(self._engine, last.position, last.nonce)
         following = track.cut(rest)
         if not following.is_enough:
             return following
@@ -429,7 +394,7 @@ class Projector:
         What it has is a beginning of the feed: two feeds that part never meet again.
         """
         last = FeedEntry("", "", [])
-        while entries := await self._read(track, last.position, last.nonce):
+        while entries := await track.read(self._engine, last.position, last.nonce):
             known = await self._projection.written(track.queue, entries)
             if fresh := [entry for entry in entries if entry.position not in known]:
                 await self._write_all(track, fresh)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.core.backoff import Backoff
-from holdfast.engine.port import FeedEntry
+from holdfast.engine.port import Engine, FeedEntry
 from holdfast.ledger.port import Position
 from holdfast.upkeep.complaint import Complaint
 
@@ -23,11 +23,18 @@ MOST_EVENTS: Final = 10_000
 MOST_BYTES: Final = 16 * 1024 * 1024
 #: A batch that the ledger does not take in time is halved, down to this part of the above.
 SMALLEST_SHARE: Final = 1 / 256
+#: Entries read at a time: one holds up to some 500 events, most of them far fewer.
+_FIRST_READ: Final = 20
+_MOST_READ: Final = 500
 #: A queue that cannot be projected is tried again after this, twice as long each time, up to …
 _TROUBLE_S: Final = 0.1
 _MOST_TROUBLE_S: Final = 30.0
 #: How often to look for dead letters in the engine that the ledger has no word of.
 STRAYS_S: Final = 30.0
+
+
+class Fork(Exception):
+    """The feed is not the one that the position is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,33 @@ class Track:
             if (events > self.most_events or size > self.most_bytes) and place:
                 return Next(entries[:place], entries[place:])
         return Next(entries, [])
+
+    async def read(self, engine: Engine, start: str, nonce: str) -> list[FeedEntry]:
+        """Entries after `start`, which must still be there. Raises `Fork`."""
+        entries: list[FeedEntry] = []
+        events = size = 0
+        limit = min(_FIRST_READ, self.most_bytes // max(1, self.entry_size) + 2)
+        while events < self.most_events and size < self.most_bytes:
+            page = await engine.feed(self.queue, start, limit)
+            if start:
+                if not page or (page[0].position, page[0].nonce) != (start, nonce):
+                    raise Fork(self.queue)
+                del page[0]
+            if not page:
+                break
+            entries += page
+            events += sum(len(entry.events) for entry in page)
+            size += sum(entry.size for entry in page)
+            self.entry_size = size // len(entries)
+            start, nonce = entries[-1].position, entries[-1].nonce
+            if len(page) < limit - 1:
+                break
+            wanted = min(
+                max(0, self.most_events - events) * len(entries) // max(1, events),
+                max(0, self.most_bytes - size) * len(entries) // max(1, size),
+            )
+            limit = min(_MOST_READ, wanted + 2)
+        return entries
 
     def look_for_strays_later(self) -> None:
         self.strays_at = time.monotonic() + STRAYS_S

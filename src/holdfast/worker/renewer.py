@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Protocol, assert_never
@@ -18,6 +17,7 @@ from holdfast.core.backoff import Backoff
 from holdfast.core.job import Lease
 from holdfast.engine.port import MAX_BATCH, Cancelled, Control, Controlled, Due, Engine, Notice
 from holdfast.errors import EngineUnavailable
+from holdfast.own_thread import OwnThread
 from holdfast.worker.run import Held
 
 _log: Final = logging.getLogger("holdfast.worker")
@@ -58,10 +58,7 @@ class Renewer:
         self._interval_s = interval_s
         self._listener = listener
         self._home = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._main, name="holdfast-renewer", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._thread = OwnThread("holdfast-renewer", self._live)
         self._opened = False
         self._beat_at = 0.0
         #: Since when each run is known to run, or when it left its last heartbeat; by token.
@@ -73,34 +70,14 @@ class Renewer:
 
     async def stop(self) -> None:
         """End the thread, and wait for it."""
-        self._stopping = True
-        if self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(self._cancel)
-            except RuntimeError:
-                # It has ended by itself in this moment.
-                _log.debug("the renewer's loop was closed already")
-        await asyncio.to_thread(self._thread.join)
+        await self._thread.stop()
 
     # From here on: the renewer's own thread ----------------------------------------------------------
 
-    def _main(self) -> None:
-        with asyncio.Runner() as runner:
-            self._loop = runner.get_loop()
-            try:
-                runner.run(self._live())
-            except asyncio.CancelledError:
-                _log.debug("the renewer ends")
-
-    def _cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
     async def _live(self) -> None:
-        self._task = asyncio.current_task()
         backoff = Backoff()
         try:
-            while not self._stopping:
+            while not self._thread.stopping:
                 try:
                     await self._connected(backoff)
                 except EngineUnavailable as exc:
@@ -120,7 +97,7 @@ class Renewer:
         # Notices may have been missed.
         for queue in self._queues:
             await self._read_control(queue)
-        while not self._stopping:
+        while not self._thread.stopping:
             wait_s = min(_LISTEN_S, max(0.0, self._beat_at - time.monotonic()))
             for notice in await self._engine.listen(self._queues, round(wait_s * 1000)):
                 await self._hear(notice)

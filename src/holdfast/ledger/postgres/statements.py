@@ -1,0 +1,173 @@
+"""The projection's SQL for PostgreSQL: who projects, the position, and many rows at a time from arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from holdfast.ledger.folding import UNKNOWN_PAYLOAD, UNKNOWN_TASK
+from holdfast.ledger.postgres.news import CHANNEL
+
+#: Who stands by only looks: no lock, nothing written.
+TAKEN: Final = """
+SELECT feed FROM feed_positions WHERE feed = ANY($1::text[]) AND projector <> $2 AND until >= clock_timestamp()"""
+
+#: A row that is locked belongs to somebody who is at work.
+TAKE: Final = """
+WITH free AS (
+    SELECT feed FROM feed_positions
+     WHERE feed = $1 AND (projector IS NULL OR projector = $2 OR until IS NULL OR until < clock_timestamp())
+       FOR UPDATE SKIP LOCKED)
+UPDATE feed_positions AS p SET projector = $2, until = clock_timestamp() + $3
+  FROM free WHERE p.feed = free.feed
+RETURNING p.position, p.nonce"""
+
+#: Without the condition it would wait for whoever has the row locked.
+TAKE_FIRST: Final = """
+INSERT INTO feed_positions (feed, position, nonce, projector, until, updated_at)
+SELECT $1, '', '', $2, clock_timestamp() + $3, clock_timestamp()
+ WHERE NOT EXISTS (SELECT FROM feed_positions WHERE feed = $1)
+ON CONFLICT DO NOTHING
+RETURNING position, nonce"""
+
+RELEASE: Final = "UPDATE feed_positions SET projector = NULL, until = NULL WHERE feed = $1 AND projector = $2"
+
+FIRST: Final = """
+INSERT INTO feed_positions (feed, position, nonce, updated_at)
+SELECT $1, '', '', clock_timestamp() WHERE NOT EXISTS (SELECT FROM feed_positions WHERE feed = $1)
+ON CONFLICT DO NOTHING"""
+
+MOVE: Final = f"""
+WITH free AS (
+    SELECT feed FROM feed_positions WHERE feed = $1 AND position = $6 AND nonce = $7 FOR UPDATE SKIP LOCKED),
+moved AS (
+    UPDATE feed_positions AS p
+       SET position = $2, nonce = $3, projector = $4, until = clock_timestamp() + $5, updated_at = clock_timestamp()
+      FROM free WHERE p.feed = free.feed
+ RETURNING p.feed),
+entries AS (
+    INSERT INTO feed_entries (feed, position, nonce, at)
+    SELECT moved.feed, u.position, u.nonce, clock_timestamp()
+      FROM moved, unnest($9::text[], $10::text[]) AS u (position, nonce)
+    ON CONFLICT DO NOTHING)
+SELECT pg_notify('{CHANNEL}', $8) FROM moved"""  # noqa: S608 - a name of our own
+
+
+def _given(columns: Sequence[tuple[str, str]]) -> str:
+    """Rows from arrays, with their place and the queue ($1) in each. `OFFSET 0` keeps the planner from seeing that the
+    queue is the same in all: without statistics it would read every job of it, and look for each in the arrays."""
+    arrays = ", ".join(f"${place}::{kind}[]" for place, (_, kind) in enumerate(columns, 2))
+    names = ", ".join(name for name, _ in columns)
+    return (
+        f"(SELECT $1::text AS queue, given.* FROM unnest({arrays}) WITH ORDINALITY AS given ({names}, place) OFFSET 0)"  # noqa: S608
+    )
+
+
+_NAMES: Final = _given((("tenant_id", "text"), ("job_id", "text")))
+_THE_JOB: Final = "j.tenant_id = u.tenant_id AND j.job_id = u.job_id AND j.queue = u.queue"
+
+
+def _update(setting: str, columns: Sequence[tuple[str, str]], condition: str = " AND j.state = u.came_from") -> str:
+    """An UPDATE of many jobs; gives each one's place in the arrays and its last number."""
+    return f"""
+UPDATE jobs AS j SET last_seq = j.last_seq + u.n, {setting}
+  FROM {_given(columns)} AS u
+ WHERE {_THE_JOB}{condition}
+RETURNING u.place, j.last_seq"""  # noqa: S608 - names of our own
+
+
+_KEY: Final = (("tenant_id", "text"), ("job_id", "text"), ("n", "int"))
+_MOVED: Final = (*_KEY, ("came_from", "text"), ("attempt", "int"), ("retry_count", "int"), ("at", "timestamptz"))
+
+NOTE: Final = _update("updated_at = j.updated_at", _KEY, condition="")
+CLAIM: Final = _update(
+    "state = 'running', attempt = u.attempt, retry_count = u.retry_count, updated_at = u.at, worker = u.worker,"
+    " next_retry_at = NULL",
+    (*_MOVED, ("worker", "text")),
+)
+SUCCEED: Final = _update(
+    "state = 'succeeded', attempt = u.attempt, retry_count = u.retry_count, updated_at = u.at, finished_at = u.at,"
+    " result = u.result, worker = NULL, error_code = NULL, last_error = NULL, error_message = NULL,"
+    " next_retry_at = NULL",
+    (*_MOVED, ("result", "text")),
+)
+CHANGE: Final = _update(
+    "state = u.state, attempt = u.attempt, retry_count = u.retry_count, updated_at = u.at, finished_at = u.finished_at,"
+    " worker = u.worker, result = u.result, next_retry_at = u.next_retry_at, run_at = coalesce(u.run_at, j.run_at),"
+    " dlq_id = coalesce(u.dlq_id, j.dlq_id),"
+    " error_code = CASE WHEN u.keeps_errors THEN j.error_code ELSE u.error_code END,"
+    " last_error = CASE WHEN u.keeps_errors THEN j.last_error ELSE u.last_error END,"
+    " error_message = CASE WHEN u.keeps_errors THEN j.error_message ELSE u.error_message END",
+    (
+        *_MOVED,
+        ("state", "text"),
+        ("finished_at", "timestamptz"),
+        ("worker", "text"),
+        ("result", "text"),
+        ("next_retry_at", "timestamptz"),
+        ("run_at", "timestamptz"),
+        ("dlq_id", "text"),
+        ("keeps_errors", "bool"),
+        ("error_code", "text"),
+        ("last_error", "text"),
+        ("error_message", "text"),
+    ),
+)
+
+LOOK_UP: Final = f"""
+SELECT u.place, j.state, j.last_seq FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}"""  # noqa: S608
+
+STORIES: Final = f"""
+SELECT u.place, e.type, e.from_state, e.to_state, e.attempt, e.worker, e.message, e.data, e.at
+  FROM {_NAMES} AS u
+  JOIN job_events AS e ON e.tenant_id = u.tenant_id AND e.job_id = u.job_id AND e.queue = u.queue
+ ORDER BY u.place, e.seq"""  # noqa: S608
+
+#: A job that dies twice (after a fork) has one item, of its last death.
+_BURIED: Final = (
+    ("tenant_id", "text"),
+    ("job_id", "text"),
+    ("dlq_id", "text"),
+    ("error_code", "text"),
+    ("error", "text"),
+    ("stack", "text"),
+    ("retry_count", "int"),
+    ("history", "text"),
+    ("failed_at", "timestamptz"),
+    ("acked_at", "timestamptz"),
+)
+BURY: Final = f"""
+INSERT INTO dlq_items AS d (
+    tenant_id, dlq_id, job_id, queue, job_type, trace_id, payload, error_code, error, stack, retry_count, history,
+    failed_at, acked_at)
+SELECT j.tenant_id, u.dlq_id, j.job_id, j.queue, j.job_type, j.trace_id, j.payload, u.error_code, u.error, u.stack,
+       u.retry_count, u.history, u.failed_at, u.acked_at
+  FROM {_given(_BURIED)} AS u JOIN jobs AS j ON {_THE_JOB}
+ON CONFLICT (tenant_id, job_id, queue) DO UPDATE
+   SET dlq_id = excluded.dlq_id, error_code = excluded.error_code, error = excluded.error, stack = excluded.stack,
+       retry_count = excluded.retry_count, history = excluded.history, failed_at = excluded.failed_at,
+       acked_at = excluded.acked_at, status = 'open'"""  # noqa: S608
+
+WRITTEN: Final = f"""
+SELECT e.position FROM {_given((("position", "text"), ("nonce", "text")))} AS u
+  JOIN feed_entries AS e ON e.feed = u.queue AND e.position = u.position AND e.nonce = u.nonce"""  # noqa: S608
+
+UNACKED: Final = """
+SELECT tenant_id, job_id, dlq_id FROM dlq_items
+ WHERE acked_at IS NULL AND queue = $1 AND (tenant_id, dlq_id) > ($3, $4)
+ ORDER BY tenant_id, dlq_id LIMIT $2"""
+
+LETTERS: Final = f"""
+SELECT u.place, j.dlq_id FROM {_NAMES} AS u JOIN dlq_items AS j ON {_THE_JOB}"""  # noqa: S608
+
+ACK: Final = """
+UPDATE dlq_items AS d SET acked_at = clock_timestamp()
+  FROM unnest($1::text[], $2::text[]) AS u (tenant_id, dlq_id)
+ WHERE d.tenant_id = u.tenant_id AND d.dlq_id = u.dlq_id AND d.acked_at IS NULL"""
+
+POSITION: Final = "SELECT position, nonce FROM feed_positions WHERE feed = $1"
+
+#: A job whose creation nobody told us, or that could not be written, cannot be restored: it is not there.
+PRESENT: Final = f"""
+SELECT u.place FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}
+ WHERE NOT (j.job_type = '{UNKNOWN_TASK}' AND j.payload = '{UNKNOWN_PAYLOAD}')"""  # noqa: S608
