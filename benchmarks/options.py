@@ -12,9 +12,10 @@ from benchmarks.peers.venv import PEERS
 
 CORE: Final = ("submit", "drain", "latency", "backlog")
 LEDGER: Final = ("audited", "projector", "lag", "durable", "effects", "history")
-STAGES: Final = (*CORE, *LEDGER)
+SERVICE: Final = ("http",)
+STAGES: Final = (*CORE, *LEDGER, *SERVICE)
 #: Names for several stages at once.
-GROUPS: Final = {"core": CORE, "ledger": LEDGER}
+GROUPS: Final = {"core": CORE, "ledger": LEDGER, "service": SERVICE}
 #: Takes long, so by its own name or with `--full` only.
 _LONG: Final = "history"
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -43,6 +44,8 @@ class Options:
     lag_s: float
     #: Events in the ledger before `history` begins.
     history_events: int
+    #: Jobs in the ledger when a page of their list is asked for over HTTP.
+    listed_jobs: int
     #: Redis: "no", "everysec" or "always".
     aof: str
     out: Path
@@ -71,6 +74,7 @@ def parse(arguments: Sequence[str]) -> Options:
         feed_jobs=3 * given.jobs,
         lag_s=given.lag_seconds,
         history_events=given.events,
+        listed_jobs=given.listed,
         aof=given.aof,
         out=given.out.resolve(),
     )
@@ -117,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", default="all", metavar="NAMES", help=f"some of {','.join(PEERS)}, all or none")
     parser.add_argument("--lag-seconds", type=_positive, default=15, help="how long lag is measured (default 15)")
     parser.add_argument("--events", type=_positive, default=5_000_000, help="events for history (default 5,000,000)")
+    parser.add_argument("--listed", type=_positive, default=1_000_000, help="jobs in the list (default 1,000,000)")
     parser.add_argument("--ledger-sketch", type=Path, metavar="PATH", help="a yardstick script for the projector")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON, plot and scratch files")
     return parser

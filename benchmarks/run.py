@@ -27,6 +27,7 @@ from benchmarks.stages.drain import Drain
 from benchmarks.stages.durable import Durable
 from benchmarks.stages.effects import Effects
 from benchmarks.stages.history import History
+from benchmarks.stages.http import Http
 from benchmarks.stages.lag import Lag
 from benchmarks.stages.latency import Latency
 from benchmarks.stages.projector import Projector
@@ -45,6 +46,7 @@ STAGES: Final[Mapping[str, Callable[[Hall], Stage]]] = {
     "durable": Durable,
     "effects": Effects,
     "history": History,
+    "http": Http,
 }
 
 _FILE_WIDTH: Final = 110

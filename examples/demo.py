@@ -1,4 +1,5 @@
-"""holdfast in half a minute: a few hundred jobs on one SQLite file, two workers, one of them killed with -9.
+"""holdfast in half a minute: a few hundred jobs on one SQLite file, two workers, one of them killed with -9, and two
+people, one of whom approves a refund while it takes both to throw a dead letter away.
 
 Plays the story of `orders.py` (`demo_story.py`), then compares every job with what should have become of it
 (`demo_check.py`). Exits 0 only if all of them ended exactly as they should.

@@ -14,6 +14,8 @@ from holdfast.core.job import Event, JobView
 from holdfast.engine.port import Engine
 
 FINAL_EVENTS: Final = ("task.succeeded", "task.failed", "task.cancelled")
+#: A job begins with one of these: at work, or at a question to people.
+CREATIONS: Final = ("task.created", "approval.requested")
 #: A run begins with one of these.
 BEGINNINGS: Final = ("task.claimed", "task.reclaimed")
 
@@ -80,7 +82,7 @@ def compare(job: Expected, view: JobView | None, events: list[Event]) -> tuple[s
     begun = [event for event in events if event.type in BEGINNINGS]
     if len(begun) != job.attempts:
         complaints.append(f"expected {job.attempts} runs in the feed, saw {len(begun)}")
-    if _count(events, ["task.created"]) != 1:
+    if _count(events, CREATIONS) != 1:
         complaints.append("was not created exactly once")
     if begun and begun[0].at_ms < job.not_before_ms:
         complaints.append(f"ran {job.not_before_ms - begun[0].at_ms} ms too early")

@@ -1,4 +1,4 @@
-"""What happens in the demo: submissions of every kind, live progress, a kill, the reckoning."""
+"""What happens in the demo: submissions of every kind, live progress, a kill, people, the reckoning."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import orders
 from demo_check import Expected, check, summary
+from demo_people import Person, approve_a_refund, discard_a_letter
 from demo_workers import Workers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -44,9 +45,10 @@ async def play(folder: Path) -> int:
             await all_finished(workers, expected)
             expected.append(await kill_in_the_middle(workers))
             await all_finished(workers, expected[-1:])
+            killed = expected[-1].job_id
+            expected += await ask_people(workers)
         results = await check(app.engine, QUEUES, expected)
     console.print(summary(results))
-    killed = expected[-1].job_id
     await show("the job whose worker was killed", "jobs", "show", killed)
     await show("the same in plain words", "explain", killed)
     await show("and the proof: every story in the ledger is gapless and legal", "verify", "--ledger")
@@ -105,6 +107,15 @@ async def kill_in_the_middle(workers: Workers) -> Expected:
     console.print(f"[bold red]kill -9[/bold red] {name}, in the middle of the report; its lease lasts {lease_s:g} s")
     (only,) = group("worker killed with -9", [job], attempts=2)
     return only
+
+
+async def ask_people(workers: Workers) -> list[Expected]:
+    """What machines do not decide alone."""
+    ada, ben = await Person.hire("ada"), await Person.hire("ben")
+    refund = group("approved by a person", [await approve_a_refund(ada)])
+    await all_finished(workers, refund)
+    await discard_a_letter(ada, ben)
+    return refund
 
 
 def group(name: str, jobs: Iterable[Job[Any]], state: State = State.SUCCEEDED, **more: int) -> list[Expected]:

@@ -10,12 +10,18 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from holdfast import Context, Fatal, Holdfast, Retry
+from holdfast import AskPeople, Context, Fatal, Holdfast, Retry
 
 app = Holdfast()
 
 #: Fast retries, so that the demo is short; a real gateway deserves more patience.
 PATIENT = Retry(max_retries=3, base=0.2, cap=1, jitter=0.1)
+
+
+#: Nobody gives away more than 100.00 without a second look.
+app.guard.rule(
+    "large refunds", task="refund", when=lambda args: args["cents"] > 10_000, then=AskPeople("more than 100.00")
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,12 @@ async def ship(order: int, country: str) -> str:
     if len(country) != 2:
         raise Fatal(f"order {order}: {country!r} is no country code")
     return f"order {order} is on its way to {country}"
+
+
+@app.task
+async def refund(order: int, cents: int) -> str:
+    """Give money back. Large amounts wait for a person's yes."""
+    return f"{cents / 100:.2f} given back for order {order}"
 
 
 @app.task

@@ -72,8 +72,9 @@ class RedisHarness(EngineHarness):
     async def age_queue(self, queue: str, ms: int) -> None:
         """Leases have been idle for longer, and everything that waits is due earlier."""
         keys = self.keys(queue)
-        for stream in keys.streams:
-            await self._age_leases(stream, ms)
+        for lane in (0, *map(int, (await self.redis.hget(keys.control, "lanes") or b"").split())):
+            for stream in keys.lane(lane):
+                await self._age_leases(stream, ms)
         for due_set in (keys.retry, keys.delayed, keys.waiting):
             members = await self.redis.zrange(due_set, 0, -1)
             async with self.redis.pipeline() as pipe:

@@ -78,7 +78,9 @@ POSTGRES: Final = Server(
     "postgres",
     package="postgresql",
 )
-SERVERS: Final = (REDIS, REDIS_62, REDIS_60, POSTGRES)
+#: Not a server itself: it checks and tests the alert rules. Comes with one.
+PROMTOOL: Final = Server("prometheus", ("2.", "3."), "HOLDFAST_TEST_PROMTOOL", "promtool", package="prometheus")
+SERVERS: Final = (REDIS, REDIS_62, REDIS_60, POSTGRES, PROMTOOL)
 
 
 def find(server: Server) -> Path | None:
@@ -134,8 +136,8 @@ def _version(binary: Path) -> str:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    # "Redis server v=7.0.15 sha=…", "postgres (PostgreSQL) 15.14 (Debian …)"
-    found = re.search(r"(?:\bv=|\(PostgreSQL\) )(\S+)", said)
+    # "Redis server v=7.0.15 sha=…", "postgres (PostgreSQL) 15.14 (Debian …)", "promtool, version 2.42.0+ds (branch: …"
+    found = re.search(r"(?:\bv=|\(PostgreSQL\) |promtool, version )(\S+)", said)
     return found[1] if found else ""
 
 

@@ -15,9 +15,10 @@ from holdfast.errors import Fatal, Unavailable
 
 if _TYPE_CHECKING:
     from holdfast.app import Holdfast
-    from holdfast.core.job import Priority
+    from holdfast.core.job import Consent, Priority
     from holdfast.core.retry import Retry
     from holdfast.core.states import State
+    from holdfast.guard.decision import Allow, AskPeople, Deny, GuardRequest
     from holdfast.handle import Job
     from holdfast.settings import Settings
     from holdfast.task import Task
@@ -25,8 +26,13 @@ if _TYPE_CHECKING:
     from holdfast.worker.worker import Worker
 
 __all__ = [
+    "Allow",
+    "AskPeople",
+    "Consent",
     "Context",
+    "Deny",
     "Fatal",
+    "GuardRequest",
     "Holdfast",
     "Job",
     "Priority",
@@ -42,7 +48,12 @@ __all__ = [
 
 #: Where the others are. Loaded when they are first used, so that the program can say its version at once.
 _HOMES = {
+    "Allow": "holdfast.guard.decision",
+    "AskPeople": "holdfast.guard.decision",
+    "Consent": "holdfast.core.job",
     "Context": "holdfast.worker.context",
+    "Deny": "holdfast.guard.decision",
+    "GuardRequest": "holdfast.guard.decision",
     "Holdfast": "holdfast.app",
     "Job": "holdfast.handle",
     "Priority": "holdfast.core.job",

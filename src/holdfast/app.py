@@ -22,19 +22,25 @@ from typing import (
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.core.codec import decode_json
-from holdfast.core.job import DEFAULT_QUEUE, Priority, new_job_ids
+from holdfast.core.job import DEFAULT_QUEUE, Envelope, Priority, new_job_ids
 from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.core.verdict import OnExhausted
 from holdfast.door import Door
 from holdfast.engine.port import Engine
 from holdfast.errors import DuplicateTask, InvalidOption, PayloadTooLarge, UnknownTask
+from holdfast.guard.gate import Gate
+from holdfast.guard.guards import Guards
 from holdfast.handle import Job
 from holdfast.ledger_door import LedgerDoor
 from holdfast.links import Links
+from holdfast.observe.redact import redact_also
+from holdfast.observe.tracing import tracer_for
 from holdfast.options import SubmitOptions, check_name, make_options, parse_priority
 from holdfast.settings import Settings
-from holdfast.submitter import Desk
+from holdfast.submitter import Desk, Submitter
 from holdfast.task import Task
+from holdfast.traced_desk import TracedDesk
+from holdfast.webhooks.postmark import Postmark
 from holdfast.worker.context import Context
 from holdfast.worker.plan import Plan, Policy
 
@@ -83,11 +89,14 @@ class Holdfast:
         if settings is not None and (url is not None or ledger is not None or overrides):
             raise InvalidOption("give settings, or url and single settings, not both")
         self.settings = settings or Settings.load(url=url, ledger=ledger, **overrides)
+        redact_also(self.settings.redact)
         self._retry = _checked_retry(retry)
         self.door = Door()
         self._clock: Clock = clock or SystemClock()
         self._tasks: dict[str, Task[..., Any]] = {}
         self._plans: dict[str, Plan] = {}
+        #: Sees every job before it may run: `@app.guard`, `app.guard.rule(…)`.
+        self.guard = Guards(lambda: self.settings.guard_timeout_s)
         self._links = self._make_links()
         self._ledger_door = LedgerDoor(lambda: self.engine, lambda: self._links.ledger())
         #: Set by inline mode, which runs jobs where they are submitted.
@@ -146,6 +155,7 @@ class Holdfast:
             raise InvalidOption("this app is open; settings are changed before that")
         given = self.settings.model_dump(exclude_unset=True) | overrides
         self.settings = Settings.load(**given)
+        redact_also(self.settings.redact)
         self._links = self._make_links()
 
     # Tasks -----------------------------------------------------------------------------------------
@@ -226,6 +236,12 @@ class Holdfast:
         Checked against the task if this app has tasks; an app without any only passes on, and the worker
         will judge.
         """
+        envelope = self.envelope(task, payload, **options)
+        receipt = await (await self.desk()).submit(envelope)
+        return Job(self, receipt.job_id, envelope.queue, receipt.duplicate)
+
+    def envelope(self, task: str, payload: bytes, **options: Unpack[SubmitOptions]) -> Envelope:
+        """What `submit_raw` hands in, checked; under an id of its own every time."""
         known = self._tasks.get(task)
         if known is None and self._tasks:
             raise UnknownTask(task, tuple(self._tasks))
@@ -238,15 +254,30 @@ class Holdfast:
             known.plan.decode(payload)
         queue, priority = (DEFAULT_QUEUE, Priority.NORMAL) if known is None else (known.queue, known.priority)
         chosen = make_options(options, queue=queue, priority=priority, payload_limit=limit)
-        receipt = await (await self.desk()).submit(chosen.envelope(new_job_ids(1)[0], task, payload))
-        return Job(self, receipt.job_id, chosen.queue, receipt.duplicate)
+        return chosen.envelope(new_job_ids(1)[0], task, payload)
 
     async def desk(self) -> Desk:
         """Where jobs are handed in, on this event loop."""
         return self.inline_desk or await self._links.desk()
 
     def _make_links(self) -> Links:
-        return Links(self._build_engine, self._build_ledger, self.settings.durable_timeout_s)
+        return Links(
+            self._build_engine,
+            self._build_ledger,
+            self.settings.durable_timeout_s,
+            self.gate,
+            lambda ledger: Postmark(self.settings, ledger),
+            self._front,
+        )
+
+    def _front(self, submitter: Submitter) -> Desk:
+        """Submissions are traced if that is wanted; if not, there is nothing between."""
+        tracer = tracer_for(self.settings.tracing)
+        return submitter if tracer is None else TracedDesk(submitter, tracer)
+
+    def gate(self, ledger: Ledger | None, *, can_ask: bool | None = None) -> Gate:
+        """The guards, for a desk or a worker."""
+        return Gate(self.guard, self._plans, self._clock, ledger, can_ask=can_ask)
 
     def _build_ledger(self, engine: Engine) -> Ledger | None:
         from holdfast.ledger.factory import build_ledger

@@ -8,7 +8,17 @@
     │   ├─ PayloadTooLarge      over the limit
     │   ├─ InvalidOption        a negative delay, an unknown priority, a setting that cannot be
     │   ├─ UnknownJob           no job of that id (or it has expired)
-    │   └─ EffectMismatch       an effect's key belongs to another function, or to other arguments
+    │   ├─ EffectMismatch       an effect's key belongs to another function, or to other arguments
+    │   └─ NoLedger             people need a ledger: tokens, approvals, dead letters
+    ├─ Denied                   a guard says no to a submission
+    ├─ GuardFailed              a guard raised, or did not answer in time: nothing passes
+    ├─ Unauthorized             no token, or one that is not valid
+    ├─ Forbidden                a role that may not, or the same person twice
+    ├─ Unknown                  nothing of that id here, or nothing that this caller may see
+    ├─ Conflict                 somebody else was faster, or it is decided already
+    │   ├─ ControlChanged       a queue's controls are no longer as they were seen
+    │   └─ ApprovalVoid         what was shown to the approver is not what would run
+    ├─ SignatureInvalid         a webhook that is not holdfast's, or not fresh
     ├─ TransitionInvalid        the state table does not know that move
     ├─ StaleLease               someone else owns the job now
     ├─ SchemaMismatch           the ledger's tables are of another release; run `holdfast migrate up`
@@ -19,6 +29,7 @@
     │   └─ JobCancelled
     ├─ WaitTimeout              the job a caller waits for has not ended yet; it goes on
     ├─ IntakeRefused            the queue takes no new jobs at the moment
+    │   ├─ IntakeLimited        … because so many wait already
     │   ├─ FeedFull             … because nobody reads its feed
     │   └─ FeedUnread           … because its feed has no reader yet; the ledger registers one
     ├─ NotDurableYet            accepted, but the ledger has not confirmed it in time
@@ -124,6 +135,92 @@ class EffectMismatch(UsageError):
             "makes this one different"
         )
         self.key = key
+
+
+class NoLedger(UsageError):
+    """What was asked for is kept in the ledger, and this deployment has none."""
+
+    code = "NO_LEDGER"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} needs a ledger, and this deployment has none; set HOLDFAST_LEDGER to postgresql://… "
+            "or sqlite:///ledger.db"
+        )
+
+
+class Denied(HoldfastError):
+    """A guard refused a submission; nothing was accepted."""
+
+    code = "GUARD_DENIED"
+
+    def __init__(self, task: str, reasons: tuple[str, ...], policies: tuple[str, ...]) -> None:
+        why = "; ".join(reasons) or "no reason given"
+        super().__init__(f"a guard refuses task {task!r}: {why} (policy {', '.join(policies) or 'unnamed'})")
+        self.task = task
+        self.reasons = reasons
+        self.policies = policies
+
+
+class GuardFailed(HoldfastError):
+    """A guard raised, did not answer in time, or answered nonsense; so nothing was accepted, and nothing runs."""
+
+    code = "GUARD_FAILED"
+
+    def __init__(self, policy: str, why: str) -> None:
+        super().__init__(f"the guard {policy!r} failed, so the job may not pass: {why}")
+        self.policy = policy
+
+
+class Unauthorized(HoldfastError):
+    """No token was given, or one that is unknown, expired or revoked: all the same to whoever asks."""
+
+    code = "UNAUTHORIZED"
+
+
+class Forbidden(HoldfastError):
+    """This person may not do that: the role does not allow it, or two different people are needed."""
+
+    code = "FORBIDDEN"
+
+
+class Unknown(HoldfastError):
+    """Nothing of that id, or nothing that this caller may know of."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, what: str, name: str) -> None:
+        super().__init__(f"there is no {what} {name!r} here")
+        self.what = what
+        self.name = name
+
+
+class Conflict(HoldfastError):
+    """It cannot be done any more: decided, replayed or discarded already, or changed by somebody else meanwhile."""
+
+    code = "CONFLICT"
+
+
+class ControlChanged(Conflict):
+    """A queue's controls are no longer as the caller saw them; look again."""
+
+    code = "CONTROL_CHANGED"
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(f"somebody else changed the controls of queue {queue!r} meanwhile; look, and try again")
+        self.queue = queue
+
+
+class ApprovalVoid(Conflict):
+    """The job's payload is not the one that was shown to the approver; a new approval has to be asked for."""
+
+    code = "APPROVAL_VOID"
+
+
+class SignatureInvalid(HoldfastError):
+    """A webhook's signature does not fit, is too old, or was seen before; the receiver answers 401 and does nothing."""
+
+    code = "WEBHOOK_SIGNATURE_INVALID"
 
 
 class TransitionInvalid(HoldfastError):
@@ -256,6 +353,12 @@ class IntakeRefused(HoldfastError):
         super().__init__(f"queue {queue!r} takes no new jobs: {why}")
         self.queue = queue
         self.why = why
+
+
+class IntakeLimited(IntakeRefused):
+    """So many jobs are in line or running already; try again when some have ended."""
+
+    code = "INTAKE_LIMITED"
 
 
 class FeedFull(IntakeRefused):

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Final
 from holdfast.core.backoff import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
-from holdfast.submitter import Submitter
+from holdfast.guard.gate import Gate
+from holdfast.submitter import Desk, Submitter
+from holdfast.webhooks.postmark import Postmark
 
 if TYPE_CHECKING:
     # Its queries load SQLAlchemy, which an app without a ledger does not need.
@@ -33,12 +35,22 @@ class Link:
     """An event loop, its engine and ledger, and its desk once the engine is open."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, engine: Engine, ledger: Ledger | None, durable_timeout_s: float
+        self,
+        loop: asyncio.AbstractEventLoop,
+        engine: Engine,
+        ledger: Ledger | None,
+        gate: Gate | None,
+        postmark: Postmark | None,
+        durable_timeout_s: float,
     ) -> None:
         self.loop = loop
         self.engine = engine
         self.ledger = ledger
         self.submitter: Submitter | None = None
+        #: What callers get: the submitter, or a desk in front of it.
+        self.desk: Desk | None = None
+        self._gate = gate
+        self._postmark = postmark
         self._durable_timeout_s = durable_timeout_s
         self._opening = asyncio.Lock()
         #: Opens the ledger; submission does not wait for it for long.
@@ -49,7 +61,13 @@ class Link:
             if self.submitter is None:
                 await self.engine.open()
                 await self._open_ledger(patience_s)
-                self.submitter = Submitter(self.engine, self.ledger, durable_timeout_s=self._durable_timeout_s)
+                self.submitter = Submitter(
+                    self.engine,
+                    self.ledger,
+                    durable_timeout_s=self._durable_timeout_s,
+                    gate=self._gate,
+                    postmark=self._postmark,
+                )
             return self.submitter
 
     async def close(self) -> None:
@@ -112,9 +130,16 @@ class Links:
         build: Callable[[], Engine],
         build_ledger: Callable[[Engine], Ledger | None] = lambda _: None,
         durable_timeout_s: float = 10.0,
+        build_gate: Callable[[Ledger | None], Gate | None] = lambda _: None,
+        build_postmark: Callable[[Ledger | None], Postmark | None] = lambda _: None,
+        front: Callable[[Submitter], Desk] = lambda submitter: submitter,
     ) -> None:
+        """`front`: what stands before a submitter, once that is open."""
         self._build = build
         self._build_ledger = build_ledger
+        self._build_gate = build_gate
+        self._build_postmark = build_postmark
+        self._front = front
         self._durable_timeout_s = durable_timeout_s
         self._lock = threading.Lock()
         self._first: Engine | None = None
@@ -145,13 +170,15 @@ class Links:
         """Open the engine of this loop, and its ledger if that can be reached. Safe to call twice."""
         await self._link(asyncio.get_running_loop()).open(_OPEN_PATIENCE_S)
 
-    async def desk(self) -> Submitter:
+    async def desk(self) -> Desk:
         """The desk of this loop, opened if need be."""
         loop, link = asyncio.get_running_loop(), self._latest
         if link is None or link.loop is not loop:
             link = self._latest = self._link(loop)
         try:
-            return link.submitter or await link.open()
+            if link.desk is None:
+                link.desk = self._front(link.submitter or await link.open())
+            return link.desk
         except EngineUnavailable as exc:
             _log.critical("the engine cannot be reached, nothing can be submitted: %s", exc)
             raise
@@ -172,7 +199,9 @@ class Links:
                     del self._links[gone]
                 engine = self._next_engine()
                 ledger = self._build_ledger(engine)
-                link = self._links[loop] = Link(loop, engine, ledger, self._durable_timeout_s)
+                gate = self._build_gate(ledger)
+                postmark = self._build_postmark(ledger)
+                link = self._links[loop] = Link(loop, engine, ledger, gate, postmark, self._durable_timeout_s)
             return link
 
     def _next_engine(self) -> Engine:

@@ -11,6 +11,7 @@ from holdfast.clock import to_ms
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, EMPTY_META, Envelope, Meta, Priority
 from holdfast.core.retry import Duration, Retry, duration_ms
+from holdfast.core.webhook import SUBSCRIBERS
 from holdfast.errors import InvalidOption
 
 #: In bytes of UTF-8: all of a job's names together must fit a row of an index, which has 2,704 bytes on PostgreSQL.
@@ -34,6 +35,7 @@ class SubmitOptions(TypedDict, total=False):
     context: Mapping[str, Any] | None
     hold: bool
     durable: bool
+    webhook: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payloa
         priority=priority if chosen is None else parse_priority(chosen),
         retry=retry,
         context=_context(given.get("context"), payload_limit),
+        webhook=_webhook(given.get("webhook")),
     )
     return Options(
         queue=check_name(_or(given.get("queue"), queue), "queue"),
@@ -141,6 +144,15 @@ def _text(text: object, what: str) -> str:
         raise InvalidOption(f"{what} {text!r} must have no zero bytes and no half characters (lone surrogates)")
     check_length(text, KEY_LIMIT, what)
     return text
+
+
+def _webhook(url: object) -> str:
+    if url is None:
+        return ""
+    if not isinstance(url, str) or not url or url == SUBSCRIBERS:
+        raise InvalidOption("webhook must be an address such as https://example.org/hook")
+    # Where it may lead depends on the settings: the desk checks it.
+    return url
 
 
 def _is_unicode(text: str) -> bool:

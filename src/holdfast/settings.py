@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -18,14 +18,38 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from holdfast.core.webhook import SUBSCRIBERS, Exceptions, check_target, parse_secrets
 from holdfast.engine.port import EngineOptions, RetryVia
 from holdfast.errors import InvalidOption
+from holdfast.observe.redact import compiled
 
 _SCHEMES = ("sqlite", "redis", "rediss")
 #: Accepted here, so that the engine can say that they are not supported yet.
 _RESERVED = ("redis+sentinel", "redis+cluster")
 _LEDGER_SCHEMES = ("postgresql", "postgres", "sqlite")
 _DAY_S = 86_400
+
+
+class Subscription(BaseModel):
+    """Who is told of what by webhook, beside the jobs that name an address themselves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str
+    #: Patterns: `job.*`, `approval.requested`, `alert.*`.
+    events: tuple[str, ...] = Field(min_length=1)
+    #: `*` is every tenant.
+    tenants: tuple[str, ...] = ("*",)
+    #: Unset: `webhook_secret`.
+    secret: SecretStr | None = None
+
+    @field_validator("events")
+    @classmethod
+    def _known_events(cls, events: tuple[str, ...]) -> tuple[str, ...]:
+        for event in events:
+            if event.partition(".")[0] not in ("job", "approval", "alert"):
+                raise ValueError(f"{event!r} is none of job.*, approval.*, alert.*")
+        return events
 
 
 class Settings(BaseSettings):
@@ -38,6 +62,8 @@ class Settings(BaseSettings):
     url: str = "sqlite:///holdfast.db"
     #: Unset: on SQLite the engine's own file, on Redis none.
     ledger: str | None = None
+    #: Who works at this command line.
+    token: SecretStr | None = None
 
     namespace: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
     stream_task: str = Field("stream:task", min_length=1)
@@ -77,9 +103,45 @@ class Settings(BaseSettings):
     reconcile_interval_s: float = Field(300, ge=0)
     #: How long a durable submission waits for the ledger.
     durable_timeout_s: float = Field(10, gt=0)
+    #: How long a guard may take to answer; then nothing passes.
+    guard_timeout_s: float = Field(10, gt=0)
 
     concurrency: int = Field(100, ge=1)
     drain_grace_s: float = Field(30, ge=0)
+
+    #: Signs webhooks: `whsec_…`, several with blanks between them. Without one there are no webhooks.
+    webhook_secret: SecretStr | None = None
+    #: Networks and host names that webhooks may go to beside the public internet.
+    webhook_allow: tuple[str, ...] = ()
+    #: Who is told of jobs' ends, approvals and alerts.
+    webhooks: tuple[Subscription, ...] = ()
+    webhook_timeout_s: float = Field(15, gt=0, le=300)
+    webhook_attempts: int = Field(8, ge=1)
+    #: Before the second attempt; four times as long before each further one, up to an hour.
+    webhook_backoff_s: float = Field(5, ge=0)
+
+    #: What the names of metrics begin with.
+    metrics_prefix: str = Field("holdfast", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")
+    #: So many jobs of a queue in line or running raise an alert, unless an operator has set another number for it.
+    backlog_alert: int | None = Field(None, ge=1)
+    #: OpenTelemetry spans: on, off, or (unset) on if the program has a tracer provider of its own.
+    tracing: bool | None = None
+    #: Further secrets to blot out of logs, failures and events: names of values, or regular expressions.
+    redact: tuple[str, ...] = ()
+
+    #: Largest request body of the HTTP service, in bytes; a job's arguments are held to `payload_limit`.
+    http_body_limit: int = Field(8 * 1024 * 1024, ge=1_024)
+    #: The longest that `?wait=` keeps a request waiting.
+    http_wait_limit_s: float = Field(60, ge=0, le=600)
+    #: Whether the web process also works on jobs, and does the upkeep (requirement H4).
+    http_worker: bool = False
+    http_upkeep: bool = True
+    #: Whether `/metrics` needs no token.
+    metrics_open: bool = False
+    #: Whether `POST /api/v1/internal/jobs/{job_id}/run` is there (requirement H3).
+    run_endpoint: bool = False
+    #: Batches of events that stay in a feed behind its reader, for event streams that are a little late.
+    feed_tail: int = Field(200, ge=0)
 
     connect_timeout_s: float = Field(5, gt=0)
     #: A store that accepts connections but does not answer counts as down after this long.
@@ -124,6 +186,32 @@ class Settings(BaseSettings):
             raise ValueError("must begin with postgresql:// or sqlite:///")
         return ledger
 
+    @field_validator("redact")
+    @classmethod
+    def _can_be_looked_for(cls, redact: tuple[str, ...]) -> tuple[str, ...]:
+        for rule in redact:
+            if not rule or compiled(rule).match(""):
+                raise ValueError(f"{rule!r} would be found in every text")
+        return redact
+
+    @field_validator("token")
+    @classmethod
+    def _some_token(cls, token: SecretStr | None) -> SecretStr | None:
+        # Empty is what a shell makes of "not set".
+        return token if token is not None and token.get_secret_value() else None
+
+    @model_validator(mode="after")
+    def _webhooks_can_be_sent(self) -> Self:
+        exceptions = self.webhook_exceptions
+        parse_secrets(_secret_text(self.webhook_secret))
+        for subscription in self.webhooks:
+            if subscription.url == SUBSCRIBERS:
+                raise ValueError("webhooks: an address begins with https:// or http://")
+            check_target(subscription.url, exceptions)
+            if not self.webhook_secrets(subscription.url):
+                raise ValueError("webhooks (HOLDFAST_WEBHOOKS) need a secret of their own, or webhook_secret")
+        return self
+
     @model_validator(mode="after")
     def _retention_covers_the_window(self) -> Self:
         if self.retention_days * _DAY_S < self.idempotency_window_s:
@@ -141,6 +229,21 @@ class Settings(BaseSettings):
                 "(HOLDFAST_VISIBILITY_TIMEOUT_S), or leases are lost"
             )
         return self
+
+    @property
+    def tells(self) -> bool:
+        """Whether anybody can be told anything by webhook."""
+        return bool(self.webhooks) or bool(_secret_text(self.webhook_secret))
+
+    @property
+    def webhook_exceptions(self) -> Exceptions:
+        """Where webhooks may go beside the public internet."""
+        return Exceptions.parse(self.webhook_allow)
+
+    def webhook_secrets(self, url: str) -> tuple[bytes, ...]:
+        """What deliveries to this address are signed with: a subscription's own secret, else everybody's."""
+        own = next((each.secret for each in self.webhooks if each.url == url and each.secret is not None), None)
+        return parse_secrets(_secret_text(own or self.webhook_secret))
 
     @property
     def embedded(self) -> bool:
@@ -168,6 +271,7 @@ class Settings(BaseSettings):
             result_limit=self.result_limit,
             result_ttl_ms=max(1, round(self.result_ttl_s * 1000)),
             feed_limit=self.feed_limit,
+            feed_tail=self.feed_tail,
             feed_max_bytes=self.feed_max_bytes,
         )
 
@@ -181,6 +285,10 @@ def _named(error: ErrorDetails) -> str:
     name = str(error["loc"][0])
     place = ".".join(map(str, error["loc"]))
     return f"{place} (HOLDFAST_{name.upper()}): {said}" if name in Settings.model_fields else f"{place}: {said}"
+
+
+def _secret_text(secret: SecretStr | None) -> str:
+    return "" if secret is None else secret.get_secret_value()
 
 
 def _same_file(url: str, other: str) -> bool:

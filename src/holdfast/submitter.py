@@ -32,8 +32,10 @@ from holdfast.errors import (
     LedgerUnavailable,
     NotDurableYet,
 )
+from holdfast.guard.gate import Gate
 from holdfast.ledger.keys import JobKey
 from holdfast.upkeep.admission import Patience, admit
+from holdfast.webhooks.postmark import Postmark
 
 if TYPE_CHECKING:
     # Its queries load SQLAlchemy, which an app without a ledger does not need.
@@ -67,9 +69,18 @@ class Submitter(Desk):
     """The desk in front of an engine. One event loop."""
 
     def __init__(
-        self, engine: Engine, ledger: Ledger | None = None, *, durable_timeout_s: float = _DURABLE_TIMEOUT_S
+        self,
+        engine: Engine,
+        ledger: Ledger | None = None,
+        *,
+        durable_timeout_s: float = _DURABLE_TIMEOUT_S,
+        gate: Gate | None = None,
+        postmark: Postmark | None = None,
     ) -> None:
+        """`gate`: guards that see every job before it is handed in. `postmark`: checks and marks for webhooks."""
+        self._postmark = postmark
         self._engine = engine
+        self._gate = gate
         self._ledger = ledger
         self._durable_timeout_s = durable_timeout_s
         #: Told of every durable submission that the engine has taken and that now waits for the ledger.
@@ -103,6 +114,10 @@ class Submitter(Desk):
         """
         if envelope.durable:
             self._check_durable()
+        if self._postmark is not None:
+            envelope = self._postmark.stamp(envelope)
+        if self._gate is not None and self._gate.minds(envelope):
+            envelope = await self._gate.admit(envelope)
         future: asyncio.Future[Receipt] = self._loop.create_future()
         line = self._waiting.get(envelope.queue)
         if line is None:
@@ -114,7 +129,14 @@ class Submitter(Desk):
         return await future
 
     async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]:
-        """In batches, several on their way. If one fails the error is raised; the others may be accepted."""
+        """In batches, several on their way. If one fails the error is raised; the others may be accepted.
+
+        Guards see all of them first: if one is denied, none is accepted.
+        """
+        if self._postmark is not None:
+            envelopes = map(self._postmark.stamp, envelopes)
+        if self._gate is not None:
+            envelopes = await self._gate.admit_all(envelopes)
         source, receipts = iter(envelopes), list[Receipt]()
         calls: deque[asyncio.Task[list[Receipt]]] = deque()
         try:

@@ -90,6 +90,7 @@ class Task(Submittable[P, R]):
         `delay` or `run_at` (aware): not before. `retry` replaces the task's policy for this job.
         `context`: JSON values that the task reads as `ctx.context`. `hold`: a person must approve it first.
         `durable`: submitting returns only once the ledger has the job; `NotDurableYet` if that takes too long.
+        `webhook`: an address that is told of the job's end, signed; see `holdfast.webhooks`.
         """
         limit = self.plan.payload_limit
         options = make_options(given, queue=self.queue, priority=self.priority, payload_limit=limit)

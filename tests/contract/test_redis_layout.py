@@ -93,7 +93,7 @@ async def test_the_length_of_a_stream_is_its_backlog(redis_harness: RedisHarness
 async def test_a_message_is_readable_by_other_programs(redis_harness: RedisHarness, rig: Rig) -> None:
     envelope = rig.envelope(tenant_id="acme", trace_id="t-1", idempotency_key="k", payload=b'{"n":1}')
     await rig.engine.submit([envelope])
-    ((_, fields),) = await redis_harness.redis.xrange(redis_harness.keys(QUEUE).streams[Priority.NORMAL])
+    ((_, fields),) = await redis_harness.redis.xrange(redis_harness.keys(QUEUE).lane(1)[Priority.NORMAL])
     assert list(fields) == [
         b"holdfast", b"task_id", b"type", b"payload", b"tenant_id", b"idempotency_key", b"trace_id", b"meta",
     ]  # fmt: skip

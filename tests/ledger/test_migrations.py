@@ -93,7 +93,7 @@ def test_the_wheel_would_carry_the_migrations() -> None:
 
 @pytest.mark.postgres
 async def test_every_business_index_leads_with_the_tenant(postgres_url: str) -> None:
-    ours = {"feed_positions", "feed_entries", "ledger_owner", TABLE}
+    ours = {"feed_positions", "feed_entries", "ledger_owner", "tokens", TABLE}
     catalogue = await _catalogue(postgres_url)
     for table, name, definition in catalogue["indexes"]:
         if table not in ours:

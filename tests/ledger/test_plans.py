@@ -8,13 +8,18 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import asyncpg
+import msgspec
 import pytest
 
+from holdfast.core.job import Ask, Meta
 from holdfast.core.states import State
 from holdfast.engine.port import FeedEntry
+from holdfast.ledger.deeds import ApprovalFilter, LogFilter
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.ledgers import PostgresLedger
+from holdfast.ledger.letters import LetterFilter
 from holdfast.ledger.listing import JobFilter
+from holdfast.ledger.people import ApprovalStatus
 from holdfast.ledger.port import DeadLetter, KeyState, Outcome, Reservation, Step
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 from tests.ledger.projection_rig import Feed, Scribe
@@ -24,7 +29,10 @@ pytestmark = pytest.mark.postgres
 
 JOBS: Final = 40_000
 #: Small tables may be read whole; these are the ones that grow.
-GROWING: Final = ("jobs", "job_events", "dlq_items", "idempotency_keys", "job_steps", "feed_entries", "anomalies")
+GROWING: Final = (
+    *("jobs", "job_events", "dlq_items", "idempotency_keys", "job_steps", "feed_entries", "anomalies"),
+    *("approvals", "approval_votes", "operator_events"),
+)
 
 _FILL: Final = f"""
 INSERT INTO jobs (tenant_id, job_id, queue, job_type, state, priority, last_seq, idempotency_key, trace_id, payload,
@@ -52,6 +60,21 @@ INSERT INTO job_steps (tenant_id, job_id, queue, position, name, result, attempt
 SELECT tenant_id, job_id, queue, 1, 's', '1', 1, created_at FROM jobs;
 INSERT INTO anomalies (tenant_id, id, job_id, queue, reason, event, at)
 SELECT tenant_id, job_id, job_id, queue, 'odd', '{{}}', created_at FROM jobs WHERE job_id LIKE '%3';
+UPDATE dlq_items SET fingerprint = 'f-' || length(job_id),
+       replay_pending = CASE WHEN job_id = 'job-1000' THEN 1 ELSE 0 END,
+       replayed_as = 'new', requested_by = 'ann';
+INSERT INTO approvals (tenant_id, approval_id, job_id, queue, job_type, status, payload_hash, requested_by,
+                       requested_at, deadline, decided_at, acked_at)
+SELECT tenant_id, 'a-' || job_id, job_id, queue, job_type,
+       CASE WHEN job_id LIKE '%02' THEN 'requested' ELSE 'approved' END, 'h', '', created_at,
+       CASE WHEN job_id LIKE '%102' THEN now() + interval '1 day' END,
+       CASE WHEN job_id NOT LIKE '%02' THEN created_at END,
+       CASE WHEN job_id NOT LIKE '%02' AND job_id NOT LIKE '%112' THEN created_at END
+  FROM jobs WHERE job_id LIKE '%2';
+INSERT INTO approval_votes (tenant_id, approval_id, person, approve, at)
+SELECT tenant_id, approval_id, 'ann', 1, requested_at FROM approvals;
+INSERT INTO operator_events (tenant_id, id, type, actor, target, target_id, at)
+SELECT tenant_id, job_id, 'operator.cancel', 'ann', 'job', job_id, created_at FROM jobs;
 INSERT INTO feed_positions (feed, position, nonce, updated_at) VALUES ('default', '{JOBS:08d}-0', 'n', now());
 INSERT INTO feed_entries (feed, position, nonce, at)
 SELECT 'default', lpad(n::text, 8, '0') || '-0', 'n', now() - ({JOBS} - n) * interval '1 minute'
@@ -158,7 +181,40 @@ READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
     "whether jobs are there": lambda at: at.projection.wait_present([KEY], 1_000),
     "a key's row": lambda at: at.effects.look([("default", "effect-job-777")]),
     "steps of a job": lambda at: at.effects.steps([KEY]),
+    "approvals": lambda at: at.queries.approvals(ApprovalFilter()),
+    "open approvals of a tenant": lambda at: at.queries.approvals(
+        ApprovalFilter(tenants=["default"], statuses=frozenset({ApprovalStatus.REQUESTED}))
+    ),
+    "approvals of a job": lambda at: at.queries.approvals(ApprovalFilter(tenants=["default"], job_id="job-12")),
+    "one approval": lambda at: at.queries.approval(None, "a-job-12"),
+    "dead letters": lambda at: at.queries.letters(LetterFilter()),
+    "dead letters by kind": lambda at: at.queries.letters(LetterFilter(tenants=["acme"], fingerprint="f-7", text="e")),
+    "one dead letter": lambda at: at.queries.letter(None, "d-job-1000"),
+    "the operators' log": lambda at: at.queries.operator_log(LogFilter(actor="bob")),
+    "approvals to tell of": lambda at: at.people.undelivered_approvals(10),
+    "approvals that nobody answered": lambda at: at.people.expire(10),
+    "replays to hand in": lambda at: at.people.unsubmitted_replays(10),
 }
+
+
+async def test_people_read_no_table_whole(ledger: PostgresLedger) -> None:
+    people = ledger.people
+    row = await people.vote(None, "a-job-102", person="bob", approve=True, reason="")
+    await people.delivered([row])
+    await people.withdraw("default", "a-job-202", "void")
+    replay = await people.begin_replay(None, "d-job-1000", person="ann", reason="", payload=None)
+    await people.submitted([replay])
+    await people.request_discard(None, "d-job-30", person="ann", reason="")
+    await people.confirm_discard(None, "d-job-30", person="bob")
+    feed, scribe = Feed("a"), Scribe(ledger, "asking")
+    meta = msgspec.json.encode(Meta(ask=Ask("a-new", "h"))).decode()
+    await scribe.write(feed.entry(feed.created("asks", hold=True, meta=meta)))
+    await scribe.write(feed.entry(feed.event("asks", State.WAITING_APPROVAL, State.CANCELLED, data={"actor": "ann"})))
+    plans = ledger.store
+    assert isinstance(plans, Plans)
+    assert any("Update on approvals" in plan for plan in plans.told)
+    assert any("Update on dlq_items" in plan for plan in plans.told)
+    assert plans.whole() == [], "\n".join(plans.whole())
 
 
 @pytest.mark.parametrize("name", READS)

@@ -16,6 +16,7 @@ from holdfast.ledger.port import Ledger
 from holdfast.ledger.retention import Marks
 from holdfast.ledger.schema import (
     anomalies,
+    approval_votes,
     approvals,
     dlq_items,
     feed_entries,
@@ -24,6 +25,7 @@ from holdfast.ledger.schema import (
     job_events,
     job_steps,
     jobs,
+    operator_events,
 )
 from holdfast.settings import Settings
 from holdfast.upkeep.archivist import BATCH, Archivist
@@ -55,11 +57,23 @@ async def test_finished_jobs_go_with_all_that_is_theirs(ledger: Ledger, tables: 
         await add(tables, job_steps, job_id=job_id, position=1, name="s", result="1", attempt=1, at=OLD)
         await add(tables, anomalies, id=job_id, job_id=job_id, reason="odd", event="{}", at=OLD)
         await add(
-            tables, approvals, approval_id=job_id, job_id=job_id, payload_hash="", requested_by="me", requested_at=OLD
+            tables,
+            approvals,
+            approval_id=job_id,
+            job_id=job_id,
+            job_type="pay",
+            payload_hash="",
+            requested_by="me",
+            requested_at=OLD,
         )
-    assert await ledger.prune(KEEP_MS, 1_000) == 2 * 4 + 3
+        async with tables.begin() as connection:
+            vote = {"tenant_id": "default", "approval_id": job_id, "person": "ann", "approve": 1, "at": OLD}
+            await connection.execute(insert(approval_votes).values(vote))
+    assert await ledger.prune(KEEP_MS, 1_000) == 2 * 4 + 4
     for table in (jobs, job_events, job_steps, anomalies, approvals):
         assert await ids(tables, table) == {"recent"}, table.name
+    async with tables.connect() as connection:
+        assert list((await connection.execute(select(approval_votes.c.approval_id))).scalars()) == ["recent"]
     assert await ledger.prune(KEEP_MS, 1_000) == 0
 
 
@@ -86,6 +100,31 @@ async def test_open_dead_letters_stay_with_their_jobs(
     await ledger.prune(KEEP_MS, 1_000)
     for table in (jobs, job_events, dlq_items):
         assert await ids(tables, table) == ({"dead"} if stays else set())
+
+
+async def test_a_letter_stays_while_its_replay_is_on_its_way(ledger: Ledger, tables: AsyncEngine) -> None:
+    await write(tables, Told(S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED, job_id="dead", at=OLD))
+    replaying = {"status": "replayed", "acked_at": OLD, "replay_pending": 1}
+    async with tables.begin() as connection:
+        await connection.execute(dlq_items.update().values(replaying))
+    assert await ledger.prune(KEEP_MS, 1_000) == 0
+    async with tables.begin() as connection:
+        await connection.execute(dlq_items.update().values(replay_pending=0))
+    assert await ledger.prune(KEEP_MS, 1_000) > 0
+    assert await ids(tables, dlq_items) == set()
+
+
+async def test_the_operators_log_goes_by_age(ledger: Ledger, tables: AsyncEngine) -> None:
+    line = {"type": "operator.pause", "actor": "ann", "target": "queue", "target_id": "q"}
+    async with tables.begin() as connection:
+        for tenant in ("acme", "default"):
+            for number, at in enumerate((OLD, OLD, RECENT)):
+                row = {**line, "tenant_id": tenant, "id": f"e{number}", "at": at}
+                await connection.execute(insert(operator_events).values(row))
+    assert await ledger.prune(KEEP_MS, 3) == 3
+    assert await ledger.prune(KEEP_MS, 1_000) == 1
+    async with tables.connect() as connection:
+        assert list((await connection.execute(select(operator_events.c.id))).scalars()) == ["e2", "e2"]
 
 
 async def test_keys_go_when_they_expire_and_doubt_keeps_its_job(ledger: Ledger, tables: AsyncEngine) -> None:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
-from holdfast.core.job import Envelope, Event, JobView, Meta, Priority
+from holdfast.core.job import Ask, Consent, Envelope, Event, JobView, Meta, Priority
 from holdfast.core.retry import Retry
-from holdfast.core.states import FINAL, FORKED_EVENT, RESTORED_EVENT, State
+from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, RESTORED_EVENT, State
 from holdfast.core.story import BrokenStory, fold
 from holdfast.testing.machine import EngineMachine
 from tests.contract.test_engine_model import EngineWorld
@@ -32,8 +32,8 @@ class StoryMachine(EngineMachine):
 
     aged = False
 
-    def _envelope(self, number: int, priority: Priority, **fields: Any) -> Envelope:
-        envelope = super()._envelope(number, priority, **fields)
+    def _envelope(self, number: int, priority: Priority, ask: Ask | None, **fields: Any) -> Envelope:
+        envelope = super()._envelope(number, priority, ask, **fields)
         policy = msgspec.structs.replace(envelope.meta, retry=Retry(max_retries=number), context={"n": number})
         return msgspec.structs.replace(envelope, meta=policy, trace_id=f"trace-{number}")
 
@@ -68,6 +68,7 @@ def seen(view: JobView, now_ms: int) -> dict[str, Any]:
         "retry_count": meta.retry_count,
         # A running job's view leaves out what its present lease has lost, on one of the engines.
         "lost_leases": None if view.state is State.RUNNING else meta.lost_leases,
+        "people": (meta.ask, meta.cleared, meta.consents),
         "outage": (meta.unavailable_count, meta.unavailable_since_ms),
         "policy": (meta.priority, meta.retry, meta.max_retries, meta.context),
         # Ends of attempts are the worker's estimate in one and the engine's time in the other.
@@ -162,3 +163,53 @@ def test_a_policy_travels_as_it_was_submitted() -> None:
     for given in (text, msgspec.json.decode(text)):
         view = fold("q", [created(meta=given, priority=2)])
         assert view.meta == msgspec.structs.replace(meta, priority=2)
+
+
+# People --------------------------------------------------------------------------------------------
+
+ASK = Ask(approval_id="a1", payload_hash="h1", quorum=2)
+QUESTION = Ask(approval_id="a2", payload_hash="h2", name="ship?")
+
+
+def held() -> Event:
+    meta = msgspec.json.encode(Meta(ask=ASK)).decode()
+    data = {"task": "t", "payload": "{}", "idempotency_key": "j", "meta": meta}
+    return move(None, State.WAITING_APPROVAL, "approval.requested", data=data)
+
+
+def approved(ask: Ask, at_ms: int = 5) -> Event:
+    consent = Consent(ask.approval_id, ("ann", "bob"), at_ms)
+    data = {"actor": "bob", "reason": "", "consent": msgspec.to_builtins(consent)}
+    return move(State.WAITING_APPROVAL, State.QUEUED, "approval.approved", data=data)
+
+
+def asks(ask: Ask) -> Event:
+    data = {"message": "?", "ask": msgspec.to_builtins(ask)}
+    return move(State.RUNNING, State.WAITING_APPROVAL, "approval.requested", attempt=1, data=data)
+
+
+def test_what_people_are_asked_and_have_allowed_is_told() -> None:
+    story = [held()]
+    assert fold("q", story).meta.ask == ASK
+    story += [approved(ASK)]
+    meta = fold("q", story).meta
+    assert (meta.ask, meta.cleared, meta.consents) == (None, "h1", None)
+    story += [move(State.QUEUED, State.RUNNING, attempt=1, worker="w"), asks(QUESTION)]
+    assert fold("q", story).meta.ask == QUESTION
+    story += [approved(QUESTION)]
+    meta = fold("q", story).meta
+    assert (meta.ask, meta.cleared) == (None, "h1")
+    assert meta.consents == {"ship?": Consent("a2", ("ann", "bob"), 5)}
+
+
+def test_without_a_yes_nothing_is_allowed() -> None:
+    withdrawn = move(State.WAITING_APPROVAL, State.QUEUED, "approval.withdrawn", data={"actor": "x"})
+    for leaving in (withdrawn, approved(QUESTION)):
+        meta = fold("q", [held(), leaving]).meta
+        assert (meta.ask, meta.cleared, meta.consents) == (None, "", None)
+
+
+def test_a_job_that_was_made_due_waits_no_more() -> None:
+    story = [created(run_at_ms=50), move(None, None, EXPEDITED_EVENT)]
+    view = fold("q", story)
+    assert (view.state, view.next_attempt_at_ms, view.meta.run_at_ms) == (State.QUEUED, 0, 0)

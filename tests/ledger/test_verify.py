@@ -7,10 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from holdfast.ledger.queries import Queries
+from holdfast.ledger.schema import approvals
 from holdfast.ledger.verify import KEPT_FAULTS, Report, verify_ledger
 from tests.ledger.stories import START, S, Told, opened, write
 
@@ -127,7 +128,9 @@ async def test_a_decided_dead_letter_outlives_its_job(ledger: AsyncEngine) -> No
     async with ledger.begin() as connection:
         for table in ("jobs", "job_events"):
             await connection.execute(text(f"DELETE FROM {table} WHERE {FAILED}"))
-        await connection.execute(text("UPDATE dlq_items SET status = 'discarded'"))
+        await connection.execute(
+            text("UPDATE dlq_items SET status = 'discarded', requested_by = 'a', confirmed_by = 'b'")
+        )
     (await verify_ledger(Queries(ledger))).assert_sound()
 
 
@@ -143,3 +146,116 @@ async def test_many_faults_are_counted_and_some_kept(ledger: AsyncEngine) -> Non
     report = await verify_ledger(Queries(ledger), progress=lambda so_far: seen.append(so_far.events))
     assert report.fault_count == KEPT_FAULTS + 20
     assert len(report.faults) == KEPT_FAULTS
+
+
+# People --------------------------------------------------------------------------------------------
+
+W, Q = S.WAITING_APPROVAL, S.QUEUED
+REJECTED: dict[str, Any] = {"type": "approval.rejected"}
+
+
+def asked(job_id: str, status: str = "approved", **row: Any) -> dict[str, Any]:
+    decided = None if status == "requested" else START
+    return {
+        "tenant_id": "default",
+        "approval_id": f"a-{job_id}",
+        "job_id": job_id,
+        "queue": "default",
+        "job_type": "task",
+        "payload_hash": "h",
+        "requested_by": "",
+        "requested_at": START,
+        "status": status,
+        "decided_at": decided,
+        "acked_at": decided,
+        **row,
+    }
+
+
+DECIDED = (
+    Told(W, job_id="waits"),
+    Told(W, Q, S.RUNNING, S.SUCCEEDED, job_id="approved"),
+    Told(W, (S.CANCELLED, REJECTED), job_id="rejected"),
+    Told(W, (S.CANCELLED, {"type": "approval.expired"}), job_id="expired"),
+    Told(W, (Q, {"type": "approval.withdrawn"}), job_id="withdrawn"),
+    # Somebody cancelled it when it had been approved, and before it heard of that.
+    Told(W, S.CANCELLED, job_id="overtaken"),
+    Told(W, job_id="undelivered"),
+)
+ASKED = (
+    asked("waits", "requested"),
+    asked("approved"),
+    asked("rejected", "rejected"),
+    asked("expired", "expired"),
+    asked("withdrawn", "withdrawn"),
+    asked("overtaken"),
+    asked("undelivered", acked_at=None),
+)
+
+
+@pytest.fixture
+async def decided(ledger: AsyncEngine) -> AsyncEngine:
+    await write(ledger, *DECIDED)
+    async with ledger.begin() as connection:
+        await connection.execute(insert(approvals), list(ASKED))
+    return ledger
+
+
+async def test_decisions_that_their_jobs_know_of_are_sound(decided: AsyncEngine) -> None:
+    report = await verify_ledger(Queries(decided))
+    report.assert_sound()
+    assert report.approvals == len(ASKED)
+
+
+DISAGREEMENTS: dict[str, tuple[str, str]] = {
+    "open, and the job has gone on": (
+        "UPDATE approvals SET status = 'requested', decided_at = NULL WHERE job_id = 'approved'",
+        "approved (default, tenant default): approval a-approved is open, but it is succeeded",
+    ),
+    "open, and there is no job": (
+        "UPDATE approvals SET job_id = 'nobody' WHERE job_id = 'waits'",
+        "approval a-waits is open, but it is not in the ledger",
+    ),
+    "delivered, and the job waits": (
+        "UPDATE approvals SET acked_at = decided_at WHERE job_id = 'undelivered'",
+        "approval a-undelivered is approved and delivered, but it still waits",
+    ),
+    "approved, and the job was rejected": (
+        "UPDATE approvals SET status = 'approved' WHERE job_id = 'rejected'",
+        "approval a-rejected is approved, but its events say approval.rejected",
+    ),
+    "rejected, and the job ran": (
+        "UPDATE approvals SET status = 'rejected' WHERE job_id = 'approved'",
+        "approval a-approved is rejected, but its events say approval.approved",
+    ),
+    "discarded by one": (
+        "UPDATE dlq_items SET status = 'discarded', requested_by = 'ann'",
+        "dead letter dlq-failed is discarded, but not by two people",
+    ),
+    "discarded by the same one": (
+        "UPDATE dlq_items SET status = 'discarded', requested_by = 'ann', confirmed_by = 'ann'",
+        "dead letter dlq-failed is discarded by ann alone",
+    ),
+    "a discard that nobody asked for": (
+        "UPDATE dlq_items SET status = 'discard_requested'",
+        "dead letter dlq-failed is to be discarded, but not by one person",
+    ),
+    "replayed as nothing": (
+        "UPDATE dlq_items SET status = 'replayed', replay_count = 1",
+        "dead letter dlq-failed is replayed, but has no new job",
+    ),
+    "a replay that nobody began": (
+        "UPDATE dlq_items SET replay_pending = 1",
+        "dead letter dlq-failed is to be replayed, but is open",
+    ),
+}
+
+
+@pytest.mark.parametrize(("statement", "complaint"), DISAGREEMENTS.values(), ids=DISAGREEMENTS.keys())
+async def test_disagreements_are_found(decided: AsyncEngine, statement: str, complaint: str) -> None:
+    async with decided.begin() as connection:
+        assert (await connection.execute(text(statement))).rowcount == 1
+    report = await verify_ledger(Queries(decided))
+    assert report.fault_count == 1
+    assert complaint in str(report.faults[0])
+    assert (await verify_ledger(Queries(decided), since=START + timedelta(hours=1))).ok

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import assert_type
 
-from holdfast import Context, Holdfast, Job, Retry, Task
+from holdfast import AskPeople, Consent, Context, Deny, GuardRequest, Holdfast, Job, Retry, Task
 
 app = Holdfast("sqlite://")
 
@@ -78,6 +78,40 @@ async def acts_wrongly(ctx: Context) -> None:
     ctx.effect.options(in_doubt="guess")  # error: arg-type
     await ctx.transaction(object(), "key", book, 1)  # error: arg-type
     ctx.blocking.effect("key", len, 1)  # error: arg-type
+
+
+@app.guard
+async def later(request: GuardRequest) -> AskPeople | None:
+    return AskPeople("why", quorum=2, deadline=60) if request.arguments else None
+
+
+@app.guard(name="plain")
+def plain(request: GuardRequest) -> Deny | None:
+    return Deny("why") if request.tenant_id else None
+
+
+assert_type(plain(GuardRequest), Deny | None)  # error: arg-type
+
+
+@app.guard  # error: type-var
+def no_guard(request: int) -> str:
+    return str(request)
+
+
+async def asks_rightly(ctx: Context) -> None:
+    assert_type(await ctx.approval("name"), Consent)
+    assert_type(await ctx.approval("name", {"any": 1}, reason="why", quorum=2, deadline=60), Consent)
+    assert_type(ctx.blocking.approval("name", [1]), Consent)
+    app.guard.rule("name", task="pay*", tenant="acme", when=lambda args: args["n"] > 1, then=AskPeople("why"))
+
+
+async def asks_wrongly(ctx: Context) -> None:
+    await ctx.approval(1)  # error: arg-type
+    await ctx.approval("name", deadline="soon")  # error: arg-type
+    ctx.blocking.approval("name", quorum="2")  # error: arg-type
+    app.guard.rule("name", then="no")  # error: arg-type
+    app.guard.rule("name")  # error: call-arg
+    AskPeople()  # error: call-arg
 
 
 async def wrong() -> None:

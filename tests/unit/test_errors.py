@@ -84,6 +84,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "InvalidOption": "INVALID_OPTION",
         "UnknownJob": "UNKNOWN_JOB",
         "EffectMismatch": "EFFECT_MISMATCH",
+        "SignatureInvalid": "WEBHOOK_SIGNATURE_INVALID",
         "TransitionInvalid": "WF_STATE_TRANSITION_INVALID",
         "StaleLease": "STALE_LEASE",
         "SchemaMismatch": "SCHEMA_MISMATCH",
@@ -102,6 +103,16 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "EngineRefused": "ENGINE_REFUSED",
         "LedgerUnavailable": "LEDGER_UNAVAILABLE",
         "Fatal": "FATAL",
+        "NoLedger": "NO_LEDGER",
+        "Denied": "GUARD_DENIED",
+        "GuardFailed": "GUARD_FAILED",
+        "Unauthorized": "UNAUTHORIZED",
+        "Forbidden": "FORBIDDEN",
+        "Unknown": "NOT_FOUND",
+        "Conflict": "CONFLICT",
+        "ControlChanged": "CONTROL_CHANGED",
+        "ApprovalVoid": "APPROVAL_VOID",
+        "IntakeLimited": "INTAKE_LIMITED",
     }
 
 

@@ -6,18 +6,22 @@ from typing import Any
 
 import pytest
 
+from holdfast.clock import to_datetime
 from holdfast.core.job import EMPTY_META, Event, JobView
 from holdfast.core.states import (
     DUPLICATE_EVENT,
+    EVENT_CHOICES,
     EVENTS,
     EVENTS_BY_MOVE,
+    EXPEDITED_EVENT,
     FORKED_EVENT,
     HEARTBEAT_EVENT,
     RESTORED_EVENT,
     State,
     event_for,
 )
-from holdfast.ledger.explain import KNOWN_EVENTS, Explanation, Scene, explain
+from holdfast.ledger.explain import KNOWN_EVENTS, Deed, Explanation, Scene, explain
+from holdfast.ledger.people import ApprovalRow, ApprovalStatus, VoteRow
 
 S = State
 #: 2026-11-15 14:00:00 UTC.
@@ -190,6 +194,31 @@ HAPPENED: dict[str, tuple[list[Event], str]] = {
         story(S.QUEUED, beside("operator.noted", "look here")),
         "operator.noted at 2026-11-15 14:00:02 UTC (look here).",
     ),
+    "approved by two": (
+        story(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"consent": {"by": ["ann", "bob"]}, "actor": "bob"}})),
+        "It was approved at 2026-11-15 14:00:02 UTC by ann and bob.",
+    ),
+    "withdrawn": (
+        story(
+            S.WAITING_APPROVAL, (S.QUEUED, {"type": "approval.withdrawn", "data": {"reason": "it was another payload"}})
+        ),
+        "At 2026-11-15 14:00:02 UTC the question was withdrawn (it was another payload); the job went back in line.",
+    ),
+    "rejected": (
+        story(
+            S.WAITING_APPROVAL,
+            (S.CANCELLED, {"type": "approval.rejected", "data": {"actor": "bob", "reason": "too much"}}),
+        ),
+        "It was rejected at 2026-11-15 14:00:02 UTC by bob (too much), and so cancelled.",
+    ),
+    "expired": (
+        story(S.WAITING_APPROVAL, (S.CANCELLED, {"type": "approval.expired", "data": {"actor": "holdfast"}})),
+        "Nobody had approved it in time; at 2026-11-15 14:00:02 UTC it was cancelled.",
+    ),
+    "expedited": (
+        story(S.QUEUED, beside(EXPEDITED_EVENT, "it is urgent")),
+        "It was made due at once at 2026-11-15 14:00:02 UTC (it is urgent).",
+    ),
 }
 
 
@@ -200,6 +229,7 @@ def test_what_happened(events: list[Event], sentence: str) -> None:
 
 def test_every_event_has_a_sentence_and_a_test() -> None:
     every = {*EVENTS.values(), *EVENTS_BY_MOVE.values(), HEARTBEAT_EVENT, RESTORED_EVENT, FORKED_EVENT, DUPLICATE_EVENT}
+    every |= {EXPEDITED_EVENT, *(name for names in EVENT_CHOICES.values() for name in names)}
     assert every <= KNOWN_EVENTS
     assert every <= {event.type for events, _ in HAPPENED.values() for event in events}
 
@@ -321,7 +351,10 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
         told(story(*DEAD), dlq_id="d-1", letter_status="open"),
         [
             "It failed: ValueError: boom. Its dead letter d-1 is written.",
-            "This job will not run again. A person can look at the dead letter and submit the work anew.",
+            (
+                "This job will not run again. "
+                "A person can look at the dead letter and replay it (`holdfast dlq show d-1`)."
+            ),
         ],
     ),
     "failed and decided": (
@@ -367,3 +400,70 @@ def test_every_state_is_explained() -> None:
 def test_a_story_without_a_move() -> None:
     assert told([]).sentences == ["Its beginning is not in the ledger."]
     assert told(story(beside(HEARTBEAT_EVENT))).happened == ["Its worker said 1 time that it was alive."]
+
+
+# People --------------------------------------------------------------------------------------------
+
+
+def asked(**fields: Any) -> ApprovalRow:
+    return ApprovalRow(
+        **{
+            "tenant_id": "default",
+            "approval_id": "a-1",
+            "job_id": "j",
+            "queue": "default",
+            "job_type": "pay",
+            "status": ApprovalStatus.REQUESTED,
+            "name": "",
+            "payload_hash": "h",
+            "policies": (),
+            "reason": "",
+            "details": None,
+            "quorum": 1,
+            "requested_by": "",
+            "requested_at": to_datetime(START_MS),
+            "deadline": None,
+            "decided_by": None,
+            "decided_at": None,
+            "decision_reason": None,
+            **fields,
+        }
+    )
+
+
+def test_what_people_are_asked() -> None:
+    vote = VoteRow(person="ann", approve=True, reason="", at=to_datetime(START_MS))
+    row = asked(policies=("big", "night"), reason="5,000 EUR", quorum=2, votes=(vote,))
+    said = told(story(S.WAITING_APPROVAL), approvals=(asked(status=ApprovalStatus.WITHDRAWN), row))
+    assert said.why == [
+        "A person has to decide: it has waited for approval since 2026-11-15 14:00:00 UTC.",
+        "It is asked for by big and night: 5,000 EUR.",
+        "It takes 2 different people to approve it; ann did.",
+    ]
+    assert said.then == [
+        (
+            "`holdfast approvals show a-1` tells what would run. Nothing happens by itself. "
+            "Approved, it goes in line; rejected, it is cancelled."
+        )
+    ]
+
+
+def test_a_question_with_a_deadline() -> None:
+    said = told(story(S.WAITING_APPROVAL), approvals=(asked(deadline=to_datetime(START_MS + 60_000), quorum=3),))
+    assert said.why[1:] == ["It takes 3 different people to approve it; nobody did yet."]
+    assert said.then[0].endswith("Unanswered, it is cancelled at 2026-11-15 14:01:00 UTC.")
+
+
+def test_what_people_did_is_told_once_and_in_order() -> None:
+    deeds = (
+        Deed(type="operator.approve", actor="ann", reason="fine", at_ms=START_MS + 1_000),
+        Deed(type="operator.cancel", actor="ann", reason="", at_ms=START_MS + 3_000),
+        Deed(type="operator.dlq_replay", actor="bob", reason="", at_ms=START_MS + 60_000),
+    )
+    events = story(S.WAITING_APPROVAL, S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED)
+    said = told(events, deeds=deeds, replayed_as="k", replay_of="i", letter_status="replayed", dlq_id="d-1")
+    assert said.happened[0] == "It is a replay of job i."
+    assert said.happened[2] == "ann said yes to it at 2026-11-15 14:00:01 UTC (fine)."
+    assert said.happened[-1] == "bob sent its dead letter back to work at 2026-11-15 14:01:00 UTC."
+    assert not any("cancel" in sentence for sentence in said.happened)
+    assert said.then == ["This job will not run again. Its work goes on as job k."]

@@ -11,8 +11,13 @@ from holdfast import errors
 from holdfast.errors import HoldfastError
 
 NAMES = {
+    "Allow",
+    "AskPeople",
+    "Consent",
     "Context",
+    "Deny",
     "Fatal",
+    "GuardRequest",
     "Holdfast",
     "Job",
     "Priority",

@@ -35,6 +35,7 @@ FIXED = {
 #: Statements that run for every batch, or for every look of an idle worker.
 HOT = ["claimable", "start", "start_events", "leases", "leased", "succeed", "succeed_events", "move", "renew", "known"]
 HOT += ["submit_events", "ready", "next_due", "promote", "lost", "any_lost", "reclaim", "get", "job", "final"]
+HOT += ["in_line", "in_turn", "backlog", "workers", "expedite", "withdraw"]
 SQL = sorted(path.name.removesuffix(".sql") for path in (files("holdfast.engine.sqlite") / "sql").iterdir())
 
 

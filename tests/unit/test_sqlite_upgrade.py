@@ -1,4 +1,4 @@
-"""A file of the first release: refused until it is migrated, then as good as new."""
+"""Files of earlier releases: refused until they are migrated, then as good as new."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from holdfast.core.fingerprint import fingerprint
+from holdfast.core.job import Failure
 from holdfast.core.states import State
 from holdfast.core.verdict import Answer, Succeed
 from holdfast.engine.port import Control
@@ -19,16 +21,21 @@ from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch
 from holdfast.testing.clock import ManualClock
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened, settle
 
-FIRST_RELEASE = Path(__file__).parent / "data" / "sqlite_v1.sql"
+RELEASES = Path(__file__).parent / "data"
 #: When the file was written.
 LATER_MS = ManualClock().now_ms() + 10_000
 
 
+@pytest.fixture(params=[1, 2])
+def version(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, version: int) -> Path:
     path = tmp_path / "old.db"
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(FIRST_RELEASE.read_text("utf-8"))
+        connection.executescript((RELEASES / f"sqlite_v{version}.sql").read_text("utf-8"))
     return path
 
 
@@ -36,9 +43,11 @@ def schema(path: Path) -> list[tuple[str, str, str]]:
     return look(path, "SELECT type, name, sql FROM sqlite_schema WHERE name <> 'sqlite_sequence' ORDER BY type, name")
 
 
-async def test_an_old_file_is_refused_and_left_alone(path: Path) -> None:
+async def test_an_old_file_is_refused_and_left_alone(path: Path, version: int) -> None:
     before = schema(path)
-    with pytest.raises(SchemaMismatch, match=f"version 1, .* needs {SCHEMA_VERSION}; run `holdfast migrate up`"):
+    with pytest.raises(
+        SchemaMismatch, match=f"version {version}, .* needs {SCHEMA_VERSION}; run `holdfast migrate up`"
+    ):
         async with opened(path):
             pass
     assert schema(path) == before
@@ -54,7 +63,7 @@ def test_a_migrated_file_has_the_schema_of_a_fresh_one(path: Path, tmp_path: Pat
     assert not upgrade(path)
 
 
-def test_nothing_is_lost_on_the_way(path: Path) -> None:
+def test_nothing_is_lost_on_the_way(path: Path, version: int) -> None:
     columns = "id, tenant_id, job_id, state, came_from, attempt, retry_count, run_at, line, due_at, lease_until"
     columns += (
         ", worker, place, deliveries, token, last_seq, meta, result, payload, error_code, last_error, finished_at"
@@ -85,7 +94,12 @@ def test_nothing_is_lost_on_the_way(path: Path) -> None:
     )
     assert look(path, "SELECT queue, position, first_event, nonce, bytes, total_bytes FROM feed_entries") == entries
     # Ids of rows that are gone do not come again.
-    assert dict(look(path, "SELECT name, seq FROM sqlite_sequence")) == {"jobs": 14, "events": 37, "notices": 3}
+    more = 2 if version == 2 else 0
+    assert dict(look(path, "SELECT name, seq FROM sqlite_sequence")) == {
+        "jobs": 14 + more,
+        "events": 37 + more,
+        "notices": 3,
+    }
 
 
 async def test_a_migrated_file_goes_on_working(path: Path) -> None:
@@ -110,6 +124,10 @@ async def test_a_migrated_file_goes_on_working(path: Path) -> None:
         views = await engine.get(QUEUE, ["dlq_pending", "dlq_recorded"])
         assert all(view and view.state is State.FAILED and view.meta.dlq_id for view in views)
         assert await engine.control("mails") == Control(paused=True, concurrency=3)
+        # Dead letters of the same kind are found together, those from before included.
+        kinds = look(path, "SELECT error_code, fingerprint FROM dlq_items WHERE job_id = 'failed'")
+        failure = Failure("TASK_ERROR", "no luck", "LuckError")
+        assert kinds == [("TASK_ERROR", fingerprint("print", failure))]
         entries = await engine.feed(QUEUE, "", 1_000)
         created = {
             event.job_id: event.data or {} for entry in entries for event in entry.events if not event.from_state
@@ -122,6 +140,25 @@ async def test_a_migrated_file_goes_on_working(path: Path) -> None:
         assert created["delayed"]["run_at_ms"] > LATER_MS
 
 
+@pytest.mark.parametrize("version", [2])
+async def test_what_the_second_release_knew_better_is_kept(path: Path) -> None:
+    upgrade(path)
+    asked = "SELECT job_type, status, policies, reason, quorum, requested_by FROM approvals"
+    assert look(path, asked) == [("print", "requested", '["large-sums"]', "", 1, "ada")]
+    async with opened(path, ManualClock(LATER_MS)) as engine:
+        entries = await engine.feed(QUEUE, "", 1_000)
+        created = {
+            event.job_id: event.data or {} for entry in entries for event in entry.events if not event.from_state
+        }
+        assert created["second"]["meta"] == '{"max_retries":9,"context":{"user":"u2"}}'
+        assert created["second"]["run_at_ms"] == LATER_MS + 3_600_000
+        assert created["held"]["meta"] == '{"max_retries":4}'
+        # Nobody has to decide about a job that is gone.
+        await engine.move(QUEUE, "held", State.CANCELLED, actor="ann", reason="old")
+    assert look(path, "SELECT status, decided_by FROM approvals") == [("withdrawn", "ann")]
+
+
+@pytest.mark.parametrize("version", [1])
 def test_a_migration_that_fails_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, jobs = schema(path), look(path, "SELECT * FROM jobs")
     monkeypatch.setitem(upgrading._RENAMED, "notices", "no_such_table")

@@ -84,11 +84,15 @@ class Connection:
             app.configure(**given)
         return app
 
+    def some_app(self, reference: str | None) -> Holdfast:
+        """The user's app if it was named, else one without tasks on the same engine."""
+        return Holdfast(settings=self.settings()) if reference is None else self.app(reference)
+
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[Engine]:
         """The engine, open. A look at a database that is not there must not make one."""
         settings = self.settings()
-        _must_exist(settings.url)
+        must_exist(settings.url)
         engine = build_engine(settings, SystemClock())
         await engine.open()
         try:
@@ -97,7 +101,8 @@ class Connection:
             await engine.close()
 
 
-def _must_exist(url: str) -> None:
+def must_exist(url: str) -> None:
+    """Raise `UsageError` for a SQLite database that nobody has made yet."""
     if url.startswith("sqlite:") and (path := sqlite_path(url)) != ":memory:" and not Path(path).exists():
         raise UsageError(
             f"there is no database {Path(path).absolute()}; nothing was submitted there yet, "

@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.cli.lookup import actor
 from holdfast.core.job import JobView
-from holdfast.core.states import State
+from holdfast.core.states import OPERATOR_PREFIX, State
 from holdfast.engine.port import MAX_BATCH, Engine
 from holdfast.errors import EffectInDoubt, TransitionInvalid
 from holdfast.ledger.port import KeyState
@@ -55,7 +55,15 @@ async def resume_waiting(engine: Engine, queries: Queries, row: KeyRow) -> list[
             continue
         reason = f"the effect {row.key!r} was resolved"
         try:
-            await engine.move(queue, job_id, State.QUEUED, actor=actor(), reason=reason, expected=State.SUSPENDED)
+            await engine.move(
+                queue,
+                job_id,
+                State.QUEUED,
+                actor=actor(),
+                reason=reason,
+                expected=State.SUSPENDED,
+                audit=f"{OPERATOR_PREFIX}resume",
+            )
         except TransitionInvalid:
             # Somebody was faster.
             continue

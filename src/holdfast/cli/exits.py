@@ -1,6 +1,6 @@
 """Exit codes that mean something, and the one line a person sees when something is wrong.
 
-Scripts may rely on the codes: 3 and 5 are worth another try, 2 and 4 are not.
+Scripts may rely on the codes: 3 and 5 are worth another try, 2, 4 and 6 are not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from enum import IntEnum
 
 from holdfast.cli.redact import redact
 from holdfast.errors import (
+    Conflict,
+    Denied,
+    Forbidden,
     HoldfastError,
     IntakeRefused,
     NotDurableYet,
     SchemaMismatch,
     TransitionInvalid,
+    Unauthorized,
     Unavailable,
+    Unknown,
     UsageError,
     WaitTimeout,
 )
@@ -35,23 +40,29 @@ class ExitCode(IntEnum):
 
     OK = 0, "done"
     FAILED = 1, "what was asked for failed: the job ended without a result, or `doctor` found a danger"
-    USAGE = 2, "wrong call: unknown option, app, task or job, misfit arguments, a bad setting, another release's ledger"
+    USAGE = (
+        2,
+        "wrong call: unknown option, app, task, job or id, misfit arguments, a bad setting, another release's ledger",
+    )
     UNAVAILABLE = 3, "the engine does not answer, or the queue takes no new jobs; safe to try again"
-    ILLEGAL = 4, "the state table does not allow that move (`WF_STATE_TRANSITION_INVALID`); nothing was changed"
+    ILLEGAL = 4, "no legal move (`WF_STATE_TRANSITION_INVALID`), or decided already (`CONFLICT`); nothing was changed"
     TIMEOUT = 5, "not finished within the time given; the job goes on"
+    REFUSED = 6, "not allowed: no valid token, a role that may not, two people are needed, or a guard says no"
 
 
 def exit_code(error: HoldfastError) -> ExitCode:
     """The code for an error."""
     match error:
-        case UsageError() | SchemaMismatch():
+        case UsageError() | SchemaMismatch() | Unknown():
             return ExitCode.USAGE
         case Unavailable() | IntakeRefused():
             return ExitCode.UNAVAILABLE
-        case TransitionInvalid():
+        case TransitionInvalid() | Conflict():
             return ExitCode.ILLEGAL
         case WaitTimeout() | NotDurableYet():
             return ExitCode.TIMEOUT
+        case Unauthorized() | Forbidden() | Denied():
+            return ExitCode.REFUSED
         case _:
             return ExitCode.FAILED
 

@@ -16,7 +16,9 @@ from holdfast.errors import EffectInDoubt, UnknownJob
 from holdfast.ledger.port import KeyState
 
 if TYPE_CHECKING:
-    from holdfast.ledger.explain import Explanation
+    from holdfast.ledger.deeds import LogRow
+    from holdfast.ledger.explain import Deed, Explanation
+    from holdfast.ledger.people import ApprovalRow
     from holdfast.ledger.queries import Queries
     from holdfast.ledger.records import JobDetail
 
@@ -78,9 +80,48 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
         lease_ms=round(both.settings.visibility_timeout_s * 1000),
         dlq_id=letter.dlq_id if letter is not None else job.dlq_id,
         letter_status=letter.status if letter is not None else None,
+        replayed_as=letter.replayed_as if letter is not None else None,
+        replay_of=_replay_of(job),
         in_doubt=await _in_doubt(both, queries, job, events),
+        approvals=await _approvals(queries, job),
+        deeds=await _deeds(queries, job),
     )
     return explain(events, scene)
+
+
+def _replay_of(job: JobDetail) -> str | None:
+    meta = job.meta.value if job.meta is not None else None
+    replay = meta.get("replay") if isinstance(meta, dict) else None
+    return replay.get("job_id") if isinstance(replay, dict) else None
+
+
+async def _approvals(queries: Queries, job: JobDetail) -> tuple[ApprovalRow, ...]:
+    """What people were asked about the job, the oldest first."""
+    from holdfast.ledger.deeds import ApprovalFilter
+    from holdfast.ledger.listing import MAX_LIMIT
+
+    page = await queries.approvals(ApprovalFilter(tenants=[job.tenant_id], job_id=job.job_id), MAX_LIMIT)
+    return tuple(row for row in reversed(page.approvals) if row.queue == job.queue)
+
+
+async def _deeds(queries: Queries, job: JobDetail) -> tuple[Deed, ...]:
+    """What people did about it: to its approvals and its dead letter, which say whose they are."""
+    from holdfast.ledger.deeds import LogFilter
+    from holdfast.ledger.explain import Deed
+    from holdfast.ledger.listing import MAX_LIMIT
+
+    wanted = LogFilter(tenants=[job.tenant_id], queues=frozenset({job.queue}), since=job.created_at)
+    page = await queries.operator_log(wanted, MAX_LIMIT)
+    about = [line for line in page.lines if job.job_id in (line.target_id, _job_of(line))]
+    return tuple(
+        Deed(type=line.type, actor=line.actor, reason=line.reason, at_ms=round(line.at.timestamp() * 1000))
+        for line in reversed(about)
+    )
+
+
+def _job_of(line: LogRow) -> str | None:
+    after = line.after.value if line.after is not None else None
+    return after.get("job_id") if isinstance(after, dict) else None
 
 
 async def _in_doubt(both: Stores, queries: Queries, job: JobDetail, events: Sequence[Event]) -> tuple[str, ...]:

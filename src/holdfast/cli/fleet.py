@@ -19,6 +19,9 @@ from holdfast.worker.supervisor import Supervisor
 
 _log: Final = logging.getLogger("holdfast.cli")
 
+#: Where metrics are served unless told otherwise.
+LOOPBACK: Final = "127.0.0.1"
+
 _LOOK_S: Final = 1.0
 
 
@@ -34,10 +37,15 @@ class WorkerCall:
     name: str | None
     log_json: bool
     log_level: str
+    metrics_port: int | None = None
+    metrics_host: str = LOOPBACK
 
-    def words(self) -> list[str]:
-        """The call for one process."""
+    def words(self, number: int = 0) -> list[str]:
+        """The call for one process; each serves its metrics on a port of its own."""
+        port = self.metrics_port + number if self.metrics_port else self.metrics_port
         given = {
+            "--metrics-port": port,
+            "--metrics-host": None if port is None else self.metrics_host,
             "--url": self.at.url,
             "--namespace": self.at.namespace,
             "--concurrency": self.concurrency,
@@ -55,7 +63,7 @@ async def supervise(app: Holdfast, call: WorkerCall, processes: int) -> None:
     """Run them until told to stop. An app or engine that is not there is told here, once."""
     await app.open()
     await app.close()
-    supervisor = Supervisor(call.words(), processes, app.settings.drain_grace_s)
+    supervisor = Supervisor(call.words, processes, app.settings.drain_grace_s)
     with on_signals(supervisor.stop):
         _log.info("supervisor started: %d worker processes on %s", processes, redact(app.settings.url))
         await supervisor.run()

@@ -1,4 +1,4 @@
-"""`holdfast jobs`: look at jobs, watch them, cancel them, resume them."""
+"""`holdfast jobs`: look at jobs, watch them, cancel them, resume them, hurry them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from holdfast.cli.command import AsJson, Connection, OneQueue, Queues, command
 from holdfast.cli.format import job_document, state_text
-from holdfast.cli.lookup import actor, find_job, queues_or_all
+from holdfast.cli.lookup import queues_or_all
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.parse import when
 from holdfast.cli.sheet import engine_row, ledger_row, print_beside, print_job
@@ -16,13 +16,15 @@ from holdfast.cli.stores import Stores, stores
 from holdfast.cli.story import Story, counts_document, event_rows, row_document, stacks, story_document
 from holdfast.cli.timeline import rows as timeline_rows
 from holdfast.cli.watch import watch
-from holdfast.core.job import Failure, JobView, Meta
+from holdfast.cli.who import at_work
+from holdfast.core.job import JobView
 from holdfast.core.states import FINAL, State
 from holdfast.core.story import BrokenStory, fold
 from holdfast.errors import InvalidOption, UnknownJob
+from holdfast.people.operating import Operating
 
 if TYPE_CHECKING:
-    from datetime import datetime
+    from collections.abc import Awaitable, Callable
 
     from holdfast.ledger.listing import JobFilter
     from holdfast.ledger.queries import Queries
@@ -37,7 +39,7 @@ Tenant = Annotated[
 JobIds = Annotated[list[str], typer.Argument(metavar="JOB...", help="One or more job ids.")]
 Reason = Annotated[str, typer.Option(help="Why; kept with the job.")]
 
-jobs = typer.Typer(help="Look at jobs, watch them, cancel them, resume them.", no_args_is_help=True)
+jobs = typer.Typer(help="Look at jobs, watch them, cancel them, resume them, hurry them.", no_args_is_help=True)
 
 
 @command(
@@ -243,7 +245,7 @@ async def cancel(
 
     Stops at the first that cannot be cancelled (exit code 4 if it has ended); those before it are cancelled.
     """
-    await _move(at, job_ids, queue, reason, State.CANCELLED, as_json=as_json)
+    await _act(at, job_ids, queue, reason, Operating.cancel, to=State.CANCELLED, as_json=as_json)
 
 
 @command(
@@ -266,29 +268,52 @@ async def resume(
     Stops at the first that is not suspended (exit code 4); those before it are resumed. A job whose effect is still in
     doubt will be suspended again: `holdfast effects resolve` comes first.
     """
-    await _move(at, job_ids, queue, reason, State.QUEUED, expected=State.SUSPENDED, as_json=as_json)
+    await _act(at, job_ids, queue, reason, Operating.resume, to=State.QUEUED, as_json=as_json)
 
 
-async def _move(
+@command(
+    jobs,
+    "retry",
+    examples=(
+        "holdfast jobs retry 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'the bank is back'",
+        "holdfast jobs list -s retrying --json | jq -r '.[].job_id' | xargs holdfast jobs retry",
+    ),
+)
+async def retry(
+    at: Connection,
+    job_ids: JobIds,
+    queue: OneQueue = None,
+    reason: Reason = "",
+    as_json: AsJson = False,
+) -> None:
+    """Jobs that wait for a retry, or for their time, are due now.
+
+    Stops at the first that waits for no time (exit code 4); those before it are due.
+    """
+    await _act(at, job_ids, queue, reason, Operating.retry_now, to=None, as_json=as_json)
+
+
+async def _act(
     at: Connection,
     job_ids: list[str],
     queue: str | None,
     reason: str,
-    to: State,
+    act: Callable[..., Awaitable[State]],
     *,
-    expected: State | None = None,
+    to: State | None,
     as_json: bool,
 ) -> None:
+    """One after the other, each told as soon as it is done. `to` is where they go; None: due where they are."""
     if not all(job_ids):
         raise InvalidOption("a job id must not be empty")
     done = []
-    async with at.engine() as engine:
+    async with at_work(at) as (offices, person):
         for job_id in job_ids:
-            view = await find_job(engine, job_id, queue)
-            came_from = await engine.move(view.queue, job_id, to, actor=actor(), reason=reason, expected=expected)
-            done.append({"job_id": job_id, "queue": view.queue, "from": came_from.value, "to": to.value})
+            view = await offices.operating.locate(person, job_id, queue)
+            came_from = await act(offices.operating, person, job_id, queue=view.queue, reason=reason)
+            done.append({"job_id": job_id, "queue": view.queue, "from": came_from.value, "to": (to or came_from).value})
             if not as_json:
-                print(f"{job_id}\t{came_from} → {to}", flush=True)
+                print(f"{job_id}\t{came_from} → {to or 'due now'}", flush=True)
     if as_json:
         emit_json(done)
 
@@ -353,30 +378,6 @@ def _folded(row: JobDetail, story: Story) -> JobView:
         return fold(row.queue, [event.event() for event in story.events])
     except BrokenStory as exc:
         note(f"the engine has forgotten it, and the ledger has not all of it ({exc}); this is what its row says")
-        return _as_view(row)
+        from holdfast.people.remembered import as_view
 
-
-def _as_view(row: JobDetail) -> JobView:
-    failed = row.error_code or row.last_error
-    return JobView(
-        job_id=row.job_id,
-        task=row.job_type,
-        queue=row.queue,
-        tenant_id=row.tenant_id,
-        state=row.state,
-        attempt=row.attempt,
-        payload=row.payload.text.encode(),
-        idempotency_key=row.idempotency_key,
-        trace_id=row.trace_id,
-        meta=Meta(priority=row.priority, retry_count=row.retry_count, dlq_id=row.dlq_id or ""),
-        created_at_ms=_ms(row.created_at),
-        worker=row.worker or "",
-        failure=Failure(row.error_code or "", row.last_error or "") if failed else None,
-        result=None if row.result is None else row.result.text.encode(),
-        next_attempt_at_ms=_ms(row.next_retry_at),
-        finished_at_ms=_ms(row.finished_at),
-    )
-
-
-def _ms(at: datetime | None) -> int:
-    return 0 if at is None else round(at.timestamp() * 1000)
+        return as_view(row)

@@ -1,4 +1,7 @@
-"""Logs of the long-running commands: to stderr, for a person or as one JSON object a line, never a password."""
+"""Logs of the long-running commands: to stderr, for a person or as one JSON object a line, never a secret.
+
+A line that is written in a job's run, by the user's code too, names the job.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,32 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from holdfast.cli.format import iso
-from holdfast.cli.redact import redact
+from holdfast.observe.current import about, current
+from holdfast.observe.redact import redact, redacted
 
 #: What every record has; the rest was given by the caller with `extra=`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: at, level, logger, message, then what the caller added."""
+    """One JSON object a line: time, level, logger, message, the job at hand, then what the caller added."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "at": iso(round(record.created * 1000)),
+            "time": iso(round(record.created * 1000)),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if (claim := current.get()) is not None:
+            line |= about(claim)
         line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
         if record.exc_info:
             line["stack"] = self.formatException(record.exc_info)
-        return redact(msgspec.json.encode(line, enc_hook=str).decode())
+        if record.stack_info:
+            line["stack_info"] = self.formatStack(record.stack_info)
+        # Before it is JSON: what looks for secrets must not meet quotes and escapes that are ours.
+        return msgspec.json.encode(redacted(line)).decode()
 
 
 class Plain(logging.Formatter):

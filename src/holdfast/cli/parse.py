@@ -6,6 +6,7 @@ import re
 import sys
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Final
 
 from holdfast.clock import to_datetime
@@ -37,6 +38,22 @@ def payload(document: str | None, pairs: list[str]) -> bytes:
         raise InvalidPayload("the arguments must be a JSON object (by name) or array (by position)")
     # As it was written: decoding and encoding again could change large numbers.
     return encoded.strip()
+
+
+def edited(original: str, file: str | None, pairs: list[str]) -> bytes:
+    """A payload instead of another: from a file (`-` is stdin), or the original with some arguments changed."""
+    if file is not None and pairs:
+        raise InvalidPayload("give --edit or --set, not both")
+    if file is not None:
+        try:
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as exc:
+            raise InvalidPayload(f"--edit {file}: {exc}") from exc
+        return text.strip().encode()
+    before = decode_json(original.encode(), "the payload")
+    if not isinstance(before, dict):
+        raise InvalidPayload("--set changes arguments that have names, and this payload is no object; use --edit")
+    return encode_json(before | dict(_pair(pair, "--set") for pair in pairs), "the payload")
 
 
 def duration(text: str, name: str) -> timedelta:
@@ -83,10 +100,10 @@ def when(text: str, name: str, now_ms: int) -> datetime:
         raise InvalidOption(f"{name}={text} is longer ago than there are years") from exc
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def _pair(text: str, option: str = "--arg") -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise InvalidPayload(f"--arg {text!r} must be name=value")
+        raise InvalidPayload(f"{option} {text!r} must be name=value")
     try:
         return name, decode_json(value.encode(), "value")
     except InvalidPayload:

@@ -7,17 +7,21 @@ from typing import Annotated
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import doctor, explain, reconcile, run, submit, verify
+from holdfast.cli import doctor, explain, log, reconcile, run, serve, submit, verify
+from holdfast.cli.approvals import approvals
+from holdfast.cli.deciding import dlq
 from holdfast.cli.effects import effects
 from holdfast.cli.jobs import jobs
 from holdfast.cli.migrate import migrate
 from holdfast.cli.queues import queues
+from holdfast.cli.suspended import suspended
+from holdfast.cli.tokens import token
 
 app = typer.Typer(
     name="holdfast",
     help="Durable background tasks: every task reaches exactly one recorded outcome.\n\n"
     "An APP is module:app or file.py:app (the part after the colon can be left out if there is only one).",
-    epilog="Exit codes: 0 done · 1 failed · 2 wrong call · 3 unavailable · 4 illegal move · 5 timeout",
+    epilog="Exit codes: 0 done · 1 failed · 2 wrong call · 3 unavailable · 4 illegal move · 5 timeout · 6 not allowed",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -25,12 +29,18 @@ app = typer.Typer(
 )
 
 run.register(app)
+serve.register(app)
 submit.register(app)
 explain.register(app)
 reconcile.register(app)
 app.add_typer(jobs, name="jobs")
 app.add_typer(queues, name="queues")
+app.add_typer(dlq, name="dlq")
+app.add_typer(suspended, name="suspended")
+app.add_typer(approvals, name="approvals")
 app.add_typer(effects, name="effects")
+app.add_typer(token, name="token")
+log.register(app)
 app.add_typer(migrate, name="migrate")
 doctor.register(app)
 verify.register(app)

@@ -4,43 +4,53 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
-import msgspec
 import typer
 
 from holdfast.cli.command import AsJson, Connection, Queues, command
-from holdfast.cli.lookup import queues_or_all
 from holdfast.cli.output import emit_json, emit_rows
+from holdfast.cli.who import at_work
 from holdfast.core.states import FINAL, State
-from holdfast.engine.port import Control, Engine, QueueStats
+from holdfast.engine.port import Control, TenantControl
+from holdfast.errors import InvalidOption
+from holdfast.options import check_name
+from holdfast.people.views import QueueView
 
-queues = typer.Typer(help="How full queues are; pause and resume them.", no_args_is_help=True)
+queues = typer.Typer(help="How full queues are; pause, limit and resume them.", no_args_is_help=True)
 
 _OPEN: Final = tuple(state for state in State if state not in FINAL)
+#: Takes a limit away.
+_NONE: Final = "none"
 
 Names = Annotated[list[str], typer.Argument(metavar="QUEUE...", help="One or more queues.")]
+Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue.")]
+Limit = Annotated[str, typer.Argument(metavar="N", help="A number, or none.")]
 Intake = Annotated[bool, typer.Option("--intake", help="New submissions, not the work on what is there.")]
+Reason = Annotated[str, typer.Option(help="Why; kept in the log.")]
 
 
 @command(queues, "list", examples=("holdfast queues list", "holdfast queues list --json | jq '.[].states.queued'"))
 async def list_queues(at: Connection, queue: Queues = None, as_json: AsJson = False) -> None:
     """Every queue: open jobs by state, workers, dead letters, controls."""
-    async with at.engine() as engine:
-        found = [await engine.stats(name) for name in await queues_or_all(engine, queue)]
+    async with at_work(at) as (offices, person):
+        found = await offices.operating.queues(person, queue or ())
     if as_json:
-        emit_json([_document(stats) for stats in found])
+        emit_json([_document(view) for view in found])
         return
     columns = ("queue", *(state.value for state in _OPEN), "delayed", "workers", "dead letters", "control")
-    emit_rows(columns, [_row(stats) for stats in found], empty="no queue has ever had a job here")
+    emit_rows(columns, [_row(view) for view in found], empty="no queue has ever had a job here")
 
 
 @command(
     queues,
     "pause",
-    examples=("holdfast queues pause mail", "holdfast queues pause mail --intake"),
+    examples=("holdfast queues pause mail --reason 'the server moves'", "holdfast queues pause mail --intake"),
 )
-async def pause(at: Connection, names: Names, intake: Intake = False, as_json: AsJson = False) -> None:
+async def pause(
+    at: Connection, names: Names, intake: Intake = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
     """Workers take nothing more from the queue; what runs goes on. With --intake new jobs are refused instead."""
-    await _control(at, names, intake=intake, paused=True, as_json=as_json)
+    verb, change = ("pause_intake", {"intake_paused": True}) if intake else ("pause", {"paused": True})
+    await _control(at, names, verb, reason, change, as_json=as_json)
 
 
 @command(
@@ -48,14 +58,104 @@ async def pause(at: Connection, names: Names, intake: Intake = False, as_json: A
     "resume",
     examples=("holdfast queues resume mail", "holdfast queues resume mail --intake"),
 )
-async def resume(at: Connection, names: Names, intake: Intake = False, as_json: AsJson = False) -> None:
+async def resume(
+    at: Connection, names: Names, intake: Intake = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
     """Workers take jobs from the queue again; with --intake new jobs are accepted again."""
-    await _control(at, names, intake=intake, paused=False, as_json=as_json)
+    verb, change = ("resume_intake", {"intake_paused": False}) if intake else ("unpause", {"paused": False})
+    await _control(at, names, verb, reason, change, as_json=as_json)
 
 
-async def _control(at: Connection, names: list[str], *, intake: bool, paused: bool, as_json: bool) -> None:
-    async with at.engine() as engine:
-        changed = {name: await _set(engine, name, intake=intake, paused=paused) for name in names}
+@command(
+    queues,
+    "limit",
+    examples=(
+        "holdfast queues limit mail 10000 --reason 'the mail server is slow today'",
+        "holdfast queues limit mail none",
+    ),
+)
+async def limit(at: Connection, name: Name, most: Limit, reason: Reason = "", as_json: AsJson = False) -> None:
+    """New jobs are refused while so many are in line or running."""
+    await _control(at, [name], "limit", reason, {"intake_limit": _number(most, "N")}, as_json=as_json)
+
+
+@command(
+    queues,
+    "concurrency",
+    examples=("holdfast queues concurrency mail 5", "holdfast queues concurrency mail none"),
+)
+async def concurrency(at: Connection, name: Name, most: Limit, reason: Reason = "", as_json: AsJson = False) -> None:
+    """How many jobs of the queue each worker process runs at a time; all workers follow within seconds."""
+    await _control(at, [name], "concurrency", reason, {"concurrency": _number(most, "N")}, as_json=as_json)
+
+
+@command(
+    queues,
+    "alert",
+    examples=("holdfast queues alert mail 5000", "holdfast queues alert mail none"),
+)
+async def alert(at: Connection, name: Name, most: Limit, reason: Reason = "", as_json: AsJson = False) -> None:
+    """So many jobs in line or running raise an alert; none leaves it to the settings."""
+    await _control(at, [name], "alert", reason, {"backlog_alert": _number(most, "N")}, as_json=as_json)
+
+
+@command(
+    queues,
+    "tenant",
+    examples=(
+        "holdfast queues tenant mail acme --weight 3 --reason 'pays for it'",
+        "holdfast queues tenant mail globex --concurrency 2 --limit 1000",
+        "holdfast queues tenant mail globex --weight 1 --concurrency none --limit none",
+    ),
+)
+async def tenant(
+    at: Connection,
+    name: Name,
+    tenant_id: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant.")],
+    weight: Annotated[
+        int | None,
+        typer.Option(min=1, help="Its share of the turns beside other tenants; 1 is the usual.", show_default=False),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="How many of its jobs run at a time, or none.", show_default=False),
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="New jobs are refused while it has so many, or none.", show_default=False),
+    ] = None,
+    reason: Reason = "",
+    as_json: AsJson = False,
+) -> None:
+    """One tenant's part of a queue; what is not named stays as it is."""
+    changes: dict[str, Any] = {
+        **({} if weight is None else {"weight": weight}),
+        **({} if concurrency is None else {"concurrency": _number(concurrency, "--concurrency")}),
+        **({} if limit is None else {"intake_limit": _number(limit, "--limit")}),
+    }
+    if not changes:
+        raise InvalidOption("say what to change: --weight, --concurrency or --limit")
+    check_name(name, "queue")
+    check_name(tenant_id, "tenant")
+    async with at_work(at) as (offices, person):
+        control = await offices.operating.change_tenant(person, name, tenant_id, reason=reason, **changes)
+    _print({name: control}, as_json=as_json)
+
+
+async def _control(
+    at: Connection, names: list[str], verb: str, reason: str, change: dict[str, Any], *, as_json: bool
+) -> None:
+    for name in names:
+        check_name(name, "queue")
+    async with at_work(at) as (offices, person):
+        changed = {
+            name: await offices.operating.change_control(person, name, reason=reason, verb=verb, **change)
+            for name in names
+        }
+    _print(changed, as_json=as_json)
+
+
+def _print(changed: dict[str, Control], *, as_json: bool) -> None:
     if as_json:
         emit_json([{"queue": name} | _plain(control) for name, control in changed.items()])
         return
@@ -63,35 +163,33 @@ async def _control(at: Connection, names: list[str], *, intake: bool, paused: bo
         print(f"{name}\t{_words(control)}")
 
 
-async def _set(engine: Engine, queue: str, *, intake: bool, paused: bool) -> Control:
-    """Change one of the two and leave the other as it is."""
-    before = await engine.control(queue)
-    change = {"intake_paused": paused} if intake else {"paused": paused}
-    after = msgspec.structs.replace(before, **change)
-    await engine.set_control(queue, after)
-    return after
+def _number(text: str, name: str) -> int | None:
+    if text == _NONE:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise InvalidOption(f"{name} must be a number or {_NONE}, not {text!r}")
+    return int(text)
 
 
-def _document(stats: QueueStats) -> dict[str, Any]:
+def _document(view: QueueView) -> dict[str, Any]:
     return {
-        "queue": stats.queue,
-        "states": {state.value: stats.states.get(state, 0) for state in _OPEN},
-        "delayed": stats.delayed,
-        "workers": stats.workers,
-        "dead_letters": stats.dead_letters,
-        "feed_entries": stats.feed_entries,
-        **_plain(stats.control),
+        "queue": view.queue,
+        "states": {state.value: view.states.get(state, 0) for state in _OPEN},
+        "backlog": view.backlog,
+        "delayed": view.delayed,
+        "workers": view.workers,
+        "dead_letters": view.dead_letters,
+        "feed_entries": view.feed_entries,
+        **_plain(view.control),
     }
 
 
-def _row(stats: QueueStats) -> tuple[str, ...]:
+def _row(view: QueueView) -> tuple[str, ...]:
     return (
-        stats.queue,
-        *(str(stats.states.get(state, 0)) for state in _OPEN),
-        str(stats.delayed),
-        str(stats.workers),
-        str(stats.dead_letters),
-        _words(stats.control),
+        view.queue,
+        *(str(view.states.get(state, 0)) for state in _OPEN),
+        *("–" if value is None else str(value) for value in (view.delayed, view.workers, view.dead_letters)),
+        _words(view.control),
     )
 
 
@@ -100,6 +198,12 @@ def _plain(control: Control) -> dict[str, Any]:
         "paused": control.paused,
         "intake_paused": control.intake_paused,
         "concurrency": control.concurrency,
+        "intake_limit": control.intake_limit,
+        "backlog_alert": control.backlog_alert,
+        "tenants": {
+            name: {"weight": part.weight, "concurrency": part.concurrency, "intake_limit": part.intake_limit}
+            for name, part in control.tenants.items()
+        },
     }
 
 
@@ -107,6 +211,21 @@ def _words(control: Control) -> str:
     words = [
         *(["paused"] if control.paused else []),
         *(["intake paused"] if control.intake_paused else []),
-        *([f"concurrency {control.concurrency}"] if control.concurrency is not None else []),
+        *_limits(control.concurrency, control.intake_limit),
+        *([f"alert at {control.backlog_alert}"] if control.backlog_alert is not None else []),
+        *(f"tenant {name}: {_part(part)}" for name, part in sorted(control.tenants.items())),
     ]
     return ", ".join(words) or "open"
+
+
+def _part(part: TenantControl) -> str:
+    return " ".join(
+        [*([f"weight {part.weight}"] if part.weight != 1 else []), *_limits(part.concurrency, part.intake_limit)]
+    )
+
+
+def _limits(concurrency: int | None, intake_limit: int | None) -> list[str]:
+    return [
+        *([f"concurrency {concurrency}"] if concurrency is not None else []),
+        *([f"intake limit {intake_limit}"] if intake_limit is not None else []),
+    ]

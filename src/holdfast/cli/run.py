@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import Annotated, Final
 
@@ -10,7 +12,7 @@ import typer
 
 from holdfast.app import Holdfast
 from holdfast.cli.command import Connection, command
-from holdfast.cli.fleet import WorkerCall, supervise, under
+from holdfast.cli.fleet import LOOPBACK, WorkerCall, supervise, under
 from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import note
 from holdfast.cli.redact import redact
@@ -18,7 +20,10 @@ from holdfast.cli.signals import on_signals
 from holdfast.cli.stage import Stage
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
+from holdfast.observe.metrics import exposition
+from holdfast.observe.scrape import serving
 from holdfast.upkeep.upkeep import Upkeep
+from holdfast.worker.postman import delivering
 from holdfast.worker.worker import Worker
 
 _log: Final = logging.getLogger("holdfast.cli")
@@ -56,6 +61,23 @@ Concurrency = Annotated[
 ]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines, at a terminal too.")]
 LogLevel = Annotated[Level, typer.Option("--log-level", help="How much to log.")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        min=0,
+        max=65_535,
+        metavar="PORT",
+        help="Serve Prometheus metrics at /metrics on this port; 0 takes a free one, and the log says which.",
+        show_default=False,
+    ),
+]
+MetricsHost = Annotated[
+    str,
+    typer.Option(
+        "--metrics-host", metavar="HOST", help="The address to serve metrics on. Whoever reaches it reads them."
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -68,6 +90,7 @@ def register(app: typer.Typer) -> None:
             "holdfast worker shop.tasks:app",
             "holdfast worker shop.tasks:app --concurrency 50 --processes 4 --queue mail --queue default",
             "holdfast worker orders.py:app --url redis://127.0.0.1:6379/0 --name blue --no-upkeep",
+            "holdfast worker shop.tasks:app --processes 2 --metrics-port 9100",
         ),
     )(worker)
     command(
@@ -114,6 +137,8 @@ async def worker(
     name: Annotated[
         str | None, typer.Option(help="Begins the worker's name in logs and histories.", show_default=False)
     ] = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = LOOPBACK,
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
     supervisor: Annotated[
@@ -124,6 +149,7 @@ async def worker(
 
     SIGTERM or Ctrl-C drains: takes nothing new, finishes what runs within the grace time
     (HOLDFAST_DRAIN_GRACE_S), gives back the rest and ends with exit code 0. A second signal hurries.
+    With --processes the first process serves its metrics on --metrics-port, the next on the port after it, and so on.
     """
     log_to_stderr(log_level, as_json=log_json)
     holdfast = at.app(app)
@@ -137,6 +163,8 @@ async def worker(
             name=name,
             log_json=log_json,
             log_level=log_level,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
         )
         await supervise(holdfast, call, processes)
         return
@@ -146,7 +174,7 @@ async def worker(
         with on_signals(work.drain):
             _announce(holdfast, work, queues)
             await _warn(holdfast, queues)
-            async with under(supervisor, work.drain):
+            async with under(supervisor, work.drain), _metrics(holdfast, metrics_host, metrics_port):
                 ended = await work.run()
     _log.info("worker %s ended: %s", work.incarnation, ended, extra={"incarnation": work.incarnation})
 
@@ -164,6 +192,8 @@ async def upkeep(
             show_default=False,
         ),
     ] = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = LOOPBACK,
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
 ) -> None:
@@ -178,8 +208,22 @@ async def upkeep(
         keeper = Upkeep(holdfast.engine, queues, holdfast.settings, holdfast.ledger_port)
         with on_signals(keeper.stop):
             _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
-            await keeper.run()
+            async with (
+                delivering(holdfast.engine, holdfast.ledger_port, holdfast.settings),
+                _metrics(holdfast, metrics_host, metrics_port),
+            ):
+                await keeper.run()
     _log.info("upkeep ended")
+
+
+@asynccontextmanager
+async def _metrics(app: Holdfast, host: str, port: int | None) -> AsyncIterator[None]:
+    """While the block runs: serve metrics, if that was asked for."""
+    if port is None:
+        yield
+        return
+    async with serving(host, port, lambda: exposition(app)):
+        yield
 
 
 def _queues(app: Holdfast, asked: list[str] | None) -> list[str]:

@@ -55,7 +55,7 @@ async def stores(at: Connection) -> AsyncIterator[Stores]:
         if ledger is None:
             yield Stores(settings, engine, None)
             return
-        _must_be_there(settings)
+        must_be_there(settings)
         await ledger.open()
         try:
             yield Stores(settings, engine, ledger.queries)
@@ -63,7 +63,8 @@ async def stores(at: Connection) -> AsyncIterator[Stores]:
             await ledger.close()
 
 
-def _must_be_there(settings: Settings) -> None:
+def must_be_there(settings: Settings) -> None:
+    """Raise `UsageError` for a ledger file that nobody has made yet."""
     url = settings.ledger or ""
     if url.startswith("sqlite:") and not Path(sqlite_path(url)).exists():
         raise UsageError(f"there is no ledger {Path(sqlite_path(url)).absolute()} yet; no worker has written to it")

@@ -137,7 +137,7 @@ def row_document(job: JobRow) -> dict[str, Any]:
 def story_document(story: Story) -> dict[str, Any]:
     """What the ledger adds to a job."""
     return {
-        "events": [_event_document(event) for event in story.events],
+        "events": [event_document(event) for event in story.events],
         "dead_letter": None if story.letter is None else _letter_document(story.letter),
         "steps": [
             {"position": step.position, "name": step.name, "result": _raw(step.result), "at": moment(step.at)}
@@ -158,7 +158,8 @@ def counts_document(counts: Counts) -> dict[str, Any]:
     }
 
 
-def _event_document(event: EventRow) -> dict[str, Any]:
+def event_document(event: EventRow) -> dict[str, Any]:
+    """A line of a job's story."""
     return {
         "seq": event.seq,
         "type": event.type,

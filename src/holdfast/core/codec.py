@@ -120,6 +120,11 @@ class Arguments:
         except TypeError as exc:
             raise InvalidOption(f"task {task!r}: an annotation cannot be read from JSON: {exc}") from exc
 
+    @property
+    def struct(self) -> type[msgspec.Struct]:
+        """The structure that has the function's parameters: what a schema is made of."""
+        return self._type
+
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any], limit: int = PAYLOAD_LIMIT) -> bytes:
         """The payload of a call, checked as the worker will check it."""
         if len(args) > len(self.names):

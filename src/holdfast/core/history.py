@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from holdfast.core.job import Event
-from holdfast.core.states import FINAL, FORKED_EVENT, RESTORED_EVENT, State, event_for, is_legal
+from holdfast.core.states import EVENT_CHOICES, FINAL, FORKED_EVENT, RESTORED_EVENT, State, event_for, is_legal
 
 #: An engine with one mistake makes it in every job.
 SHOWN_FAULTS: Final = 10
@@ -129,7 +129,7 @@ def _move_faults(event: Event, to_state: State) -> list[str]:
     reclaimed = event.from_state is State.RUNNING and to_state is State.RUNNING
     if not reclaimed and not is_legal(event.from_state, to_state):
         faults.append(f"{move} is not in the table")
-    if event.type != event_for(event.from_state, to_state):
+    if event.type not in EVENT_CHOICES.get((event.from_state, to_state), (event_for(event.from_state, to_state),)):
         faults.append(f"{move} is called {event.type}")
     return faults
 

@@ -78,6 +78,47 @@ Instant = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 Line = Annotated[int, msgspec.Meta(ge=0, le=len(Priority) - 1)]
 
 
+class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A question to people that keeps a job from running until they answer (requirements A1–A3)."""
+
+    approval_id: str
+    #: Of task, tenant and payload as they were shown; an approval is for these and no others.
+    payload_hash: str
+    #: Empty: a guard asks whether the job may run at all; else the task's own question, by the name that it gave.
+    name: str = ""
+    reason: str = ""
+    #: Names of the guard's rules that want it.
+    policies: tuple[str, ...] = ()
+    #: How many different people have to approve.
+    quorum: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
+    #: Unanswered by then, the job is cancelled; 0: it waits for ever.
+    deadline_at_ms: Instant = 0
+    #: Who wants the job, as far as is known: may not approve it.
+    requested_by: str = ""
+    #: What the task shows to whoever decides: plain JSON.
+    details: Any = None
+
+
+class Consent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """People's yes to an `Ask`."""
+
+    approval_id: str
+    by: tuple[str, ...]
+    at_ms: Instant
+    reason: str = ""
+    #: Of what was shown to them, as in the `Ask`.
+    payload_hash: str = ""
+
+
+class Replay(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The dead letter that a job was made from (requirement D3)."""
+
+    dlq_id: str
+    job_id: str
+    #: The first job's idempotency key: effects that are named by it are still the same effects.
+    key: str
+
+
 class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a job carries beside its arguments; empty for a fresh job with default policy."""
 
@@ -93,6 +134,19 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     context: dict[str, Any] | None = None
     history: tuple[Attempt, ...] = ()
     dlq_id: str = ""
+    #: What people are asked at the moment; there while the job is in `waiting_approval`.
+    ask: Ask | None = None
+    #: The payload hash that a guard has allowed, or people have approved; another payload has to be asked for again.
+    cleared: str = ""
+    #: Answers to the task's own questions, by name.
+    consents: dict[str, Consent] | None = None
+    replay: Replay | None = None
+    #: Told of the job's end (requirement H7).
+    webhook: str = ""
+    #: W3C trace context of whoever submitted it (requirement M3).
+    traceparent: str = ""
+    #: Who submitted it over HTTP, by the name of their token.
+    submitted_by: str = ""
 
 
 EMPTY_META: Final = Meta()

@@ -10,7 +10,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from holdfast.errors import TransitionInvalid
+from holdfast.errors import InvalidOption, TransitionInvalid
 
 
 class State(StrEnum):
@@ -92,6 +92,21 @@ EVENTS_BY_MOVE: Final[Mapping[tuple[State | None, State], str]] = MappingProxyTy
     }
 )
 
+#: Moves that several things can bring about: the first is the one that is meant unless the mover says otherwise.
+EVENT_CHOICES: Final[Mapping[tuple[State | None, State], tuple[str, ...]]] = MappingProxyType(
+    {
+        #: Withdrawn: the payload is not the one that was shown; the guard sees the job again.
+        (_S.WAITING_APPROVAL, _S.QUEUED): ("approval.approved", "approval.withdrawn"),
+        (_S.WAITING_APPROVAL, _S.CANCELLED): ("task.cancelled", "approval.rejected", "approval.expired"),
+    }
+)
+
+#: A person made a waiting job due at once; beside its moves.
+EXPEDITED_EVENT: Final = "task.expedited"
+
+#: What a person did through the API or a tool begins with this; such events are the operators' log, not a job's story.
+OPERATOR_PREFIX: Final = "operator."
+
 #: A long job is alive; beside its moves, at most one per heartbeat interval.
 HEARTBEAT_EVENT: Final = "task.heartbeat"
 
@@ -121,6 +136,16 @@ def check_move(job_id: str, from_state: State | None, to_state: State) -> None:
 def event_for(from_state: State | None, to_state: State) -> str:
     """The name of the event that this move leaves."""
     return EVENTS_BY_MOVE.get((from_state, to_state)) or EVENTS[to_state]
+
+
+def chosen_event(from_state: State | None, to_state: State, wanted: str) -> str:
+    """The event of a move whose maker says what it means; `InvalidOption` if it can not mean that."""
+    usual = event_for(from_state, to_state)
+    if not wanted or wanted == usual:
+        return usual
+    if wanted not in EVENT_CHOICES.get((from_state, to_state), ()):
+        raise InvalidOption(f"a move {from_state} → {to_state} is no {wanted!r}")
+    return wanted
 
 
 def mermaid() -> str:

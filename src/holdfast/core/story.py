@@ -2,7 +2,8 @@
 
 `fold` is what the engine would show if it had not forgotten: the reconciler restores lost jobs from it. It reads what
 events say outright (states, attempt numbers, retry counts, due times) and derives the rest as the engines do
-(`core.verdict.advance`): lost leases, the clock of an outage, the history of attempts.
+(`core.verdict.advance`, `answered`): lost leases, the clock of an outage, the history of attempts, what people were
+asked and have allowed.
 
 Two things are approximate. An attempt's end is when the engine heard of it, not when the worker finished. And after
 `ledger.forked` (the engine woke up with an older memory) the fold goes back to the latest point at which the job was in
@@ -12,18 +13,31 @@ that state; what really happened in between stays in the ledger.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Attempt, Event, Failure, JobView, Meta, remember
-from holdfast.core.states import FINAL, FORKED_EVENT, RESTORED_EVENT, State
-from holdfast.core.verdict import POISON_PILL, resumed
+from holdfast.core.job import (
+    DEFAULT_TENANT,
+    EMPTY_META,
+    Ask,
+    Attempt,
+    Consent,
+    Event,
+    Failure,
+    JobView,
+    Meta,
+    remember,
+)
+from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, RESTORED_EVENT, State
+from holdfast.core.verdict import POISON_PILL, answered, resumed
 
 #: Events of a verdict on a running job; an operator's have an actor.
 _ACTOR: Final = "actor"
 #: No submission has these; a projector that never saw the creation writes `null`.
 _NO_PAYLOAD: Final = (None, "", "null")
+
+_P = TypeVar("_P", Ask, Consent)
 
 
 class BrokenStory(ValueError):
@@ -40,7 +54,7 @@ class _Point(msgspec.Struct, frozen=True):
 
 def fold(queue: str, events: Sequence[Event]) -> JobView:
     """The job after these events, which are all of its story, in order. Raises `BrokenStory`."""
-    moves = [event for event in events if event.to_state is not None]
+    moves = [event for event in events if event.to_state is not None or event.type == EXPEDITED_EVENT]
     if not moves or moves[0].from_state is not None:
         raise BrokenStory(f"{len(events)} events, and the first is no creation")
     if (moves[0].data or {}).get("payload") in _NO_PAYLOAD:
@@ -75,6 +89,8 @@ def _created(queue: str, event: Event) -> JobView:
 
 
 def _next(point: _Point, event: Event) -> _Point:
+    if event.type == EXPEDITED_EVENT:
+        return _expedited(point)
     if event.type == RESTORED_EVENT:
         return _restored(point, event)
     if event.to_state is State.RUNNING:
@@ -141,6 +157,7 @@ def _after_attempt(point: _Point, event: Event, failure: Failure | None) -> Meta
         unavailable_count=unavailable_count,
         unavailable_since_ms=unavailable_since_ms,
         history=remember(meta.history, attempt),
+        ask=_part(event.data, "ask", Ask) if to is State.WAITING_APPROVAL else None,
     )
 
 
@@ -149,6 +166,8 @@ def _moved(point: _Point, event: Event) -> JobView:
     data, view, to = event.data or {}, point.view, event.to_state
     assert to is not None
     meta, due_at_ms = view.meta, 0
+    if event.from_state is State.WAITING_APPROVAL:
+        meta = answered(meta, _part(data, "consent", Consent))
     if to is State.QUEUED:
         if event.from_state is State.SUSPENDED:
             meta = resumed(meta)
@@ -162,6 +181,12 @@ def _moved(point: _Point, event: Event) -> JobView:
         next_attempt_at_ms=due_at_ms,
         finished_at_ms=event.at_ms if to in FINAL else 0,
     )
+
+
+def _expedited(point: _Point) -> _Point:
+    """A person made it due at once."""
+    meta = msgspec.structs.replace(point.view.meta, run_at_ms=0)
+    return _Point(msgspec.structs.replace(point.view, meta=meta, next_attempt_at_ms=0), point.claimed_at_ms)
 
 
 def _restored(point: _Point, event: Event) -> _Point:
@@ -194,6 +219,15 @@ def _meta(data: dict[str, Any]) -> Meta:
 def _with_letter(meta: Meta, data: dict[str, Any]) -> Meta:
     dlq_id = data.get("dlq_id")
     return msgspec.structs.replace(meta, dlq_id=dlq_id) if dlq_id else meta
+
+
+def _part(data: dict[str, Any] | None, name: str, kind: type[_P]) -> _P | None:
+    """A part of an event's data that is a struct; what cannot be read is not there."""
+    given = (data or {}).get(name)
+    try:
+        return msgspec.convert(given, kind) if given else None
+    except msgspec.ValidationError:
+        return None
 
 
 def _failure(data: dict[str, Any]) -> Failure | None:

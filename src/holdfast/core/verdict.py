@@ -13,7 +13,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from holdfast.core.job import Attempt, Claim, Failure, Meta, remember
+from holdfast.core.job import Ask, Attempt, Claim, Consent, Failure, Meta, remember
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
 
@@ -28,6 +28,9 @@ MESSAGE_MALFORMED: Final = "MESSAGE_MALFORMED"
 MESSAGE_GONE: Final = "MESSAGE_GONE"
 PROCESS_DIED: Final = "PROCESS_DIED"
 CANCELLED: Final = "CANCELLED"
+GUARD_DENIED: Final = "GUARD_DENIED"
+APPROVAL_REJECTED: Final = "APPROVAL_REJECTED"
+APPROVAL_EXPIRED: Final = "APPROVAL_EXPIRED"
 GIVEN_UP_BY_OPERATOR: Final = "GIVEN_UP_BY_OPERATOR"
 
 
@@ -42,6 +45,8 @@ class Kind(StrEnum):
     MISFIT = "misfit"
     #: Only a person can say how it goes on: always suspended (requirements E2, E4).
     UNDECIDED = "undecided"
+    #: A guard says no: always a dead letter, never a retry (requirement A1).
+    DENIED = "denied"
 
 
 class OnExhausted(StrEnum):
@@ -80,6 +85,7 @@ class AskedApproval(msgspec.Struct, frozen=True):
     """The task, or a guard, wants a person to decide first."""
 
     message: str
+    ask: Ask | None = None
 
 
 Outcome = Returned | Raised | GaveBack | AskedApproval
@@ -118,6 +124,7 @@ class Hold(msgspec.Struct, frozen=True):
     """running → waiting_approval."""
 
     message: str
+    ask: Ask | None = None
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -174,8 +181,8 @@ def judge(
             return Succeed(result)
         case GaveBack(message=message, delay_ms=delay_ms, started=started):
             return Release(message, delay_ms, started)
-        case AskedApproval(message=message):
-            return Hold(message)
+        case AskedApproval(message=message, ask=ask):
+            return Hold(message, ask)
         case Raised(kind=kind, failure=failure):
             return _judge_failure(claim, kind, failure, retry, on_exhausted, random, now_ms)
         case _:
@@ -195,7 +202,7 @@ def _judge_failure(
     policy = meta.retry or retry
     max_retries = policy.max_retries if meta.max_retries is None else meta.max_retries
     match kind:
-        case Kind.MISFIT:
+        case Kind.MISFIT | Kind.DENIED:
             return DeadLetter(failure)
         case Kind.UNDECIDED:
             return Suspend(failure)
@@ -245,7 +252,19 @@ def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
         unavailable_count=unavailable_count,
         unavailable_since_ms=unavailable_since_ms,
         history=remember(meta.history, attempt),
+        ask=verdict.ask if isinstance(verdict, Hold) else None,
     )
+
+
+def answered(meta: Meta, consent: Consent | None) -> Meta:
+    """A job that leaves `waiting_approval`: with people's yes, or without (its question is void)."""
+    ask = meta.ask
+    # A yes to another question (an older one, told twice) is none to this: it is asked again.
+    if ask is None or consent is None or consent.approval_id != ask.approval_id:
+        return msgspec.structs.replace(meta, ask=None)
+    if not ask.name:
+        return msgspec.structs.replace(meta, ask=None, cleared=ask.payload_hash)
+    return msgspec.structs.replace(meta, ask=None, consents={**(meta.consents or {}), ask.name: consent})
 
 
 def resumed(meta: Meta) -> Meta:
@@ -253,7 +272,11 @@ def resumed(meta: Meta) -> Meta:
     return msgspec.structs.replace(meta, retry_count=0, lost_leases=0, unavailable_count=0, unavailable_since_ms=0)
 
 
-def by_operator(to: State, actor: str, reason: str) -> Failure:
-    """The failure of a job that a person ended."""
-    code = CANCELLED if to is State.CANCELLED else GIVEN_UP_BY_OPERATOR
+#: Why a job that waited for people is cancelled, where its event says more than that.
+_ANSWERS: Final = {"approval.rejected": APPROVAL_REJECTED, "approval.expired": APPROVAL_EXPIRED}
+
+
+def by_operator(to: State, actor: str, reason: str, event: str = "") -> Failure:
+    """The failure of a job that a person ended; `event` is what the move means, if it can mean several things."""
+    code = _ANSWERS.get(event, CANCELLED) if to is State.CANCELLED else GIVEN_UP_BY_OPERATOR
     return Failure(code, f"{reason or 'no reason given'} (by {actor})")

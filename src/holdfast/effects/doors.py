@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
+from holdfast.core.job import Consent
 from holdfast.core.retry import Duration
 from holdfast.effects.calls import decode_as, inside, must_be_outside
 from holdfast.effects.effect import Effect, EffectOptions, InDoubt, make_options
@@ -95,17 +96,33 @@ class BlockingEffectCall:
 
 
 class Blocking:
-    """Effects, steps and sleep for plain functions, which the worker runs in a thread."""
+    """Effects, steps, sleep and approvals for plain functions, which the worker runs in a thread."""
 
-    __slots__ = ("_scope", "_steps")
+    __slots__ = ("_ask", "_find_scope", "_find_steps")
 
-    def __init__(self, scope: Scope, steps: Steps) -> None:
-        self._scope = scope
-        self._steps = steps
+    def __init__(self, scope: Callable[[], Scope], steps: Callable[[], Steps], ask: Callable[..., Consent]) -> None:
+        """`scope` and `steps` may raise: a child process has none, and can ask people all the same."""
+        self._find_scope = scope
+        self._find_steps = steps
+        self._ask = ask
+
+    @property
+    def _scope(self) -> Scope:
+        return self._find_scope()
+
+    @property
+    def _steps(self) -> Steps:
+        return self._find_steps()
 
     @property
     def effect(self) -> BlockingEffectCall:
         return BlockingEffectCall(self._scope)
+
+    def approval(
+        self, name: str, details: Any = None, *, reason: str = "", quorum: int = 1, deadline: Duration | None = None
+    ) -> Consent:
+        """People's yes, as `ctx.approval`; until it is there the job is given back."""
+        return self._ask(name, details, reason=reason, quorum=quorum, deadline=deadline)
 
     def step(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """A checkpoint; the function runs here in this thread."""

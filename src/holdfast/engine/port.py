@@ -23,7 +23,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from holdfast.core.job import Claim, Envelope, Event, JobView, Lease, Receipt
+from holdfast.core.job import Claim, Consent, Envelope, Event, JobView, Lease, Receipt
 from holdfast.core.states import State
 from holdfast.core.verdict import Answer, Settlement
 from holdfast.errors import InvalidOption
@@ -32,9 +32,15 @@ from holdfast.observe.counts import Counts
 #: The most jobs that one atomic step handles; larger batches are cut. 500 take a Redis script 4–6 ms.
 MAX_BATCH: Final = 500
 
+#: So many tenants at a time have a part of a queue of their own; further ones share.
+MAX_TENANTS: Final = 64
+#: A tenant's share can be so many times another's.
+MAX_WEIGHT: Final = 100
+
 
 #: What refused submissions are told.
 INTAKE_PAUSED: Final = "an operator has paused its intake; try again once it goes on"
+INTAKE_FULL: Final = "as many jobs are in line or running as may be; try again when some have ended"
 FEED_BEHIND: Final = "its feed is full because the ledger does not read it; bring the ledger back"
 FEED_UNREAD: Final = (
     "its feed has no reader: the store is new or was wiped; refill what the ledger knows, then register one"
@@ -75,6 +81,8 @@ class EngineOptions:
     result_ttl_ms: int = 86_400_000
     #: Feed entries (batches) kept while no reader has ever registered.
     feed_limit: int = 1_000
+    #: Entries kept behind the reader's position, for those who look over its shoulder (event streams).
+    feed_tail: int = 0
     #: With a reader, intake is refused when the unread feed is larger than this.
     feed_max_bytes: int = 512 * 1024 * 1024
 
@@ -115,6 +123,17 @@ class Controlled(msgspec.Struct, frozen=True):
 Notice = Cancelled | Due | Controlled
 
 
+class TenantControl(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An operator's hand on one tenant's part of a queue."""
+
+    #: Its share of the claims beside other tenants that have jobs in line.
+    weight: int = 1
+    #: How many of its jobs run at a time, all workers together; None: no limit.
+    concurrency: int | None = None
+    #: Submissions are refused while it has so many jobs in line or running; None: no limit.
+    intake_limit: int | None = None
+
+
 class Control(msgspec.Struct, frozen=True, omit_defaults=True):
     """An operator's hand on a queue (requirement H5)."""
 
@@ -124,6 +143,25 @@ class Control(msgspec.Struct, frozen=True, omit_defaults=True):
     intake_paused: bool = False
     #: How many jobs a worker process runs at a time; None leaves it to the worker.
     concurrency: int | None = None
+    #: Submissions are refused while so many jobs are in line or running; None: no limit.
+    intake_limit: int | None = None
+    #: So many jobs in line or running raise an alert; None leaves it to the settings.
+    backlog_alert: int | None = None
+    tenants: dict[str, TenantControl] = {}
+
+
+def check_control(control: Control) -> None:
+    """Raise `InvalidOption` for controls that cannot be: both engines ask this before they keep any."""
+    if len(control.tenants) > MAX_TENANTS:
+        raise InvalidOption(f"a queue has controls for at most {MAX_TENANTS} tenants, got {len(control.tenants)}")
+    limits = {name: getattr(control, name) for name in ("concurrency", "intake_limit", "backlog_alert")}
+    for tenant, hand in control.tenants.items():
+        if not 1 <= hand.weight <= MAX_WEIGHT:
+            raise InvalidOption(f"the weight of tenant {tenant!r} must be 1 to {MAX_WEIGHT}, got {hand.weight}")
+        limits |= {f"{name} of tenant {tenant!r}": getattr(hand, name) for name in ("concurrency", "intake_limit")}
+    for name, limit in limits.items():
+        if limit is not None and limit < 0:
+            raise InvalidOption(f"{name} must be at least 0, got {limit}")
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +176,22 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     #: How full the feed is, from 0 to 1; 0 without a reader, when it is bounded by itself.
     feed_share: float = 0.0
     dead_letters: int
+    #: Jobs in line or running: what intake limits and backlog alerts are about.
+    backlog: int = 0
+    #: Leases that are held, and retries in the pending list.
+    pending: int = 0
+    #: The same by tenant, as far as the engine keeps tenants apart; for those who may see all of them.
+    tenants: dict[str, int] = {}
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that claims from a queue, as the engine last saw it."""
+
+    worker: str
+    queue: str
+    seen_at_ms: int
+    #: Leases that it holds.
+    pending: int
 
 
 class FeedEntry(msgspec.Struct, frozen=True):
@@ -222,7 +276,8 @@ class Engine(Protocol):
 
         A known `(tenant, queue, idempotency_key)` answers with the first job, as a duplicate. The same
         envelopes again (a reply was lost) change nothing and are no duplicates. Raises `IntakeRefused`
-        when a queue's intake is paused, `FeedFull` when its feed is at its limit, and, with `options.ledger`,
+        when a queue's intake is paused, `IntakeLimited` when it or the tenant's part of it would grow over its limit
+        (duplicates are answered all the same), `FeedFull` when its feed is at its limit, and, with `options.ledger`,
         `FeedUnread` when its feed has no reader (the store is new or was wiped: refill what the ledger knows, then
         `register_reader`); envelopes of other queues may have been taken.
         """
@@ -232,6 +287,8 @@ class Engine(Protocol):
         """Lease up to `limit` jobs that may run now; wait on the server for the first up to `wait_ms`.
 
         Adopts foreign messages that are well formed and dead-letters the others. Paused queues give nothing.
+        Tenants that have jobs in line take turns, by weight: none waits behind another's backlog. A tenant that has
+        as many running as it may gets nothing. Within a tenant and a priority the oldest is first.
         A negative `limit` or unknown queue is not an error: it gives nothing.
         """
         ...
@@ -273,9 +330,25 @@ class Engine(Protocol):
     # Operators -------------------------------------------------------------------------------------
 
     async def move(
-        self, queue: str, job_id: str, to: State, *, actor: str, reason: str, expected: State | None = None
+        self,
+        queue: str,
+        job_id: str,
+        to: State,
+        *,
+        actor: str,
+        reason: str,
+        expected: State | None = None,
+        event: str = "",
+        consent: Consent | None = None,
+        audit: str = "",
     ) -> State:
         """An operator's move; returns the state it came from.
+
+        `event` is what the move means where it can mean several things (`core.states.EVENT_CHOICES`). `consent` is
+        people's yes to the job's `ask`, and goes with a move from `waiting_approval` to `queued`
+        (`core.verdict.answered`); such a move without one asks again when the job is run. `audit` is the type of an
+        `operator.…` event that the same atomic step leaves in the feed beside the move, with actor, reason, and the
+        states before and after in its data.
 
         To `queued` (resume, approve), `suspended`, `waiting_approval`, `cancelled`, `dlq_pending`,
         `dlq_recorded` or `failed`. A running job that is moved is fenced off from its worker at once, which
@@ -288,8 +361,36 @@ class Engine(Protocol):
         """The queue's controls."""
         ...
 
-    async def set_control(self, queue: str, control: Control) -> None:
-        """Set them, and tell everyone who listens."""
+    async def set_control(
+        self,
+        queue: str,
+        control: Control,
+        *,
+        expected: Control | None = None,
+        actor: str = "",
+        reason: str = "",
+        audit: str = "",
+    ) -> None:
+        """Set them, and tell everyone who listens.
+
+        Raises `ControlChanged` and changes nothing if they are no longer as `expected`. `audit` as in `move`; before
+        and after are the controls. Tenants that are named get a part of the queue of their own, of which there are
+        `MAX_TENANTS`: more are `InvalidOption`.
+        """
+        ...
+
+    async def expedite(self, queue: str, job_id: str, *, actor: str, reason: str, audit: str = "") -> None:
+        """A job that waits for its time (delayed, or for a retry) is due now; leaves a `task.expedited` event.
+
+        Raises `UnknownJob`, or `TransitionInvalid` (to `running`) if it waits for no time.
+        """
+        ...
+
+    async def take(self, worker: str, queue: str, job_id: str) -> Claim:
+        """Lease this one job, whether it is due or not and whoever is before it in line, as `claim` would.
+
+        For a queued or retrying job. Raises `UnknownJob`, or `TransitionInvalid` (to `running`) for any other.
+        """
         ...
 
     # Readers ---------------------------------------------------------------------------------------
@@ -308,6 +409,10 @@ class Engine(Protocol):
 
     async def stats(self, queue: str) -> QueueStats:
         """Counts of open jobs and the queue's controls."""
+        ...
+
+    async def workers(self, queues: Sequence[str]) -> list[WorkerView]:
+        """Workers that claim from these queues, by name."""
         ...
 
     async def queues(self) -> list[str]:
@@ -345,7 +450,8 @@ class Engine(Protocol):
         ...
 
     async def forget(self, queue: str, position: str) -> None:
-        """The reader has everything before `position`; the entry at `position` itself is kept (it proves identity)."""
+        """The reader has everything before `position`; the entry at `position` itself is kept (it proves identity),
+        and `feed_tail` entries before it."""
         ...
 
     async def survey(self, queue: str, job_ids: Sequence[str]) -> Survey:

@@ -14,10 +14,12 @@ from holdfast.engine.port import Finding
 from holdfast.engine.sqlite.store import Place
 
 if TYPE_CHECKING:
+    from holdfast.ledger.people import People
     from holdfast.ledger.port import Effects, Projection, Recovery
     from holdfast.ledger.queries import Queries
     from holdfast.ledger.retention import Marks
     from holdfast.ledger.sqlite.store import SqliteStore
+    from holdfast.ledger.telling import Telling
 
 
 class EmbeddedLedger:
@@ -44,6 +46,12 @@ class EmbeddedLedger:
         return SqliteEffects(self.store, self._clock)
 
     @cached_property
+    def people(self) -> People:
+        from holdfast.ledger.sqlite.people import SqlitePeople
+
+        return SqlitePeople(self.store, self._clock)
+
+    @cached_property
     def recovery(self) -> Recovery:
         from holdfast.ledger.recovery import SqlRecovery
 
@@ -54,6 +62,13 @@ class EmbeddedLedger:
         from holdfast.ledger.queries import Queries
 
         return Queries(self.store.readers)
+
+    @cached_property
+    def telling(self) -> Telling:
+        from holdfast.ledger.sqlite.telling import SqliteMarks
+        from holdfast.ledger.telling import Telling
+
+        return Telling(self.store.readers, SqliteMarks(self.store, self._clock))
 
     async def open(self) -> None:
         """The engine has opened the file, or the first write here does."""

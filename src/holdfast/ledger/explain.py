@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Final
 
 import msgspec
 
-from holdfast.clock import to_datetime
 from holdfast.core.job import Event, JobView
-from holdfast.core.states import DUPLICATE_EVENT, FINAL, FORKED_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State
+from holdfast.core.states import (
+    DUPLICATE_EVENT,
+    EXPEDITED_EVENT,
+    FINAL,
+    FORKED_EVENT,
+    HEARTBEAT_EVENT,
+    RESTORED_EVENT,
+    State,
+)
 from holdfast.errors import EffectInDoubt
+from holdfast.ledger.people import ApprovalRow, ApprovalStatus
+from holdfast.ledger.wording import by, clock, error_of, listed, ordinal, reason_of, span, word, words
 
-_ORDINALS: Final = ("no", "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+
+class Deed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person did about a job, as the operators' log tells it."""
+
+    type: str
+    actor: str
+    reason: str
+    at_ms: int
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +48,16 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     lease_ms: int = 30_000
     dlq_id: str | None = None
     letter_status: str | None = None
+    #: The job that its dead letter was sent back to work as.
+    replayed_as: str | None = None
+    #: The job that this one is a replay of.
+    replay_of: str | None = None
     #: Keys of effects of which nobody knows whether they happened.
     in_doubt: tuple[str, ...] = ()
+    #: What people were asked about it, the oldest first.
+    approvals: tuple[ApprovalRow, ...] = ()
+    #: What people did about it; those that its own events tell are not told twice.
+    deeds: tuple[Deed, ...] = ()
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -51,7 +74,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explain(events: Sequence[Event], scene: Scene) -> Explanation:
     """Tell one job's story."""
-    happened = list(_happened(events))
+    happened = list(_happened(events, scene))
     moves = [event for event in events if event.to_state is not None]
     if not moves:
         return Explanation(happened, ["Its beginning is not in the ledger."], [])
@@ -65,9 +88,14 @@ def explain(events: Sequence[Event], scene: Scene) -> Explanation:
 # What happened -------------------------------------------------------------------------------------
 
 
-def _happened(events: Sequence[Event]) -> Iterator[str]:
+def _happened(events: Sequence[Event], scene: Scene) -> Iterator[str]:
     began_ms, beats = 0, 0
+    deeds = [deed for deed in scene.deeds if deed.type in _DEEDS]
+    if scene.replay_of:
+        yield f"It is a replay of job {scene.replay_of}."
     for event in events:
+        while deeds and deeds[0].at_ms < event.at_ms:
+            yield _deed(deeds.pop(0))
         if event.type == HEARTBEAT_EVENT:
             # Told once, when it is known how many there were.
             beats += 1
@@ -81,6 +109,25 @@ def _happened(events: Sequence[Event]) -> Iterator[str]:
             began_ms = event.at_ms
     if beats:
         yield _beats(beats)
+    yield from map(_deed, deeds)
+
+
+#: What an operator did that no event of the job tells.
+_DEEDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "operator.approve": "said yes to it",
+        "operator.reject": "said no to it",
+        "operator.dlq_replay": "sent its dead letter back to work",
+        "operator.dlq_discard_request": "asked to discard its dead letter",
+        "operator.dlq_discard": "agreed to discard its dead letter",
+        "operator.dlq_keep": "kept its dead letter, which was to be discarded",
+    }
+)
+
+
+def _deed(deed: Deed) -> str:
+    why = " ".join(deed.reason.split())[:200]
+    return f"{deed.actor} {_DEEDS[deed.type]} at {clock(deed.at_ms)}{f' ({why})' if why else ''}."
 
 
 def _beats(count: int) -> str:
@@ -91,30 +138,49 @@ def _created(event: Event, _: int) -> str:
     data = event.data or {}
     what = f" to run {data['task']}" if data.get("task") else ""
     later = int(data.get("run_at_ms") or 0)
-    due = f", no earlier than {_clock(later)}" if later > event.at_ms else ""
-    return f"It was submitted at {_clock(event.at_ms)}{what}{due}."
+    due = f", no earlier than {clock(later)}" if later > event.at_ms else ""
+    return f"It was submitted at {clock(event.at_ms)}{what}{due}."
 
 
 def _approval_requested(event: Event, took_ms: int) -> str:
     if event.from_state is None:
-        return f"It was submitted at {_clock(event.at_ms)}, and a person has to approve it before it may run."
+        return f"It was submitted at {clock(event.at_ms)}, and a person has to approve it before it may run."
     if event.from_state is State.RUNNING:
-        return f"After {_span(took_ms)} attempt {event.attempt} asked for a person's approval and gave its worker back."
-    return f"It was held at {_clock(event.at_ms)}: a person has to approve it first{_reason(event)}."
+        return f"After {span(took_ms)} attempt {event.attempt} asked for a person's approval and gave its worker back."
+    return f"It was held at {clock(event.at_ms)}: a person has to approve it first{reason_of(event)}."
 
 
 def _approved(event: Event, _: int) -> str:
-    return f"It was approved at {_clock(event.at_ms)}{_by(event)}{_reason(event)}."
+    consent = (event.data or {}).get("consent")
+    people = consent.get("by") if isinstance(consent, dict) else None
+    who = f" by {listed(people)}" if people else by(event)
+    return f"It was approved at {clock(event.at_ms)}{who}{reason_of(event)}."
+
+
+def _withdrawn(event: Event, _: int) -> str:
+    return f"At {clock(event.at_ms)} the question was withdrawn{reason_of(event)}; the job went back in line."
+
+
+def _rejected(event: Event, _: int) -> str:
+    return f"It was rejected at {clock(event.at_ms)}{by(event)}{reason_of(event)}, and so cancelled."
+
+
+def _expired(event: Event, _: int) -> str:
+    return f"Nobody had approved it in time; at {clock(event.at_ms)} it was cancelled."
+
+
+def _expedited(event: Event, _: int) -> str:
+    return f"It was made due at once at {clock(event.at_ms)}{by(event)}{reason_of(event)}."
 
 
 def _claimed(event: Event, _: int) -> str:
-    return f"Attempt {event.attempt} began at {_clock(event.at_ms)} on {event.worker or 'an unknown worker'}."
+    return f"Attempt {event.attempt} began at {clock(event.at_ms)} on {event.worker or 'an unknown worker'}."
 
 
 def _reclaimed(event: Event, took_ms: int) -> str:
     old = (event.data or {}).get("old_worker") or "its worker"
     return (
-        f"{_span(took_ms)} later {old} had lost its lease (it died, or was cut off): "
+        f"{span(took_ms)} later {old} had lost its lease (it died, or was cut off): "
         f"{event.worker or 'another worker'} took over with attempt {event.attempt}."
     )
 
@@ -123,71 +189,71 @@ def _released(event: Event, took_ms: int) -> str:
     data = event.data or {}
     due_ms = int(data.get("next_attempt_at_ms") or 0)
     if due_ms:
-        return f"After {_span(took_ms)} it went to sleep until {_clock(due_ms)} and gave its worker back."
-    return f"Its worker gave it back unfinished after {_span(took_ms)}; it went back in line."
+        return f"After {span(took_ms)} it went to sleep until {clock(due_ms)} and gave its worker back."
+    return f"Its worker gave it back unfinished after {span(took_ms)}; it went back in line."
 
 
 def _succeeded(event: Event, took_ms: int) -> str:
-    return f"Attempt {event.attempt} succeeded after {_span(took_ms)}."
+    return f"Attempt {event.attempt} succeeded after {span(took_ms)}."
 
 
 def _retrying(event: Event, took_ms: int) -> str:
     due_ms = int((event.data or {}).get("next_attempt_at_ms") or 0)
-    wait = f"; it was to run again at {_clock(due_ms)}" if due_ms else ""
+    wait = f"; it was to run again at {clock(due_ms)}" if due_ms else ""
     if not (event.data or {}).get("counted", True):
         return (
-            f"Attempt {event.attempt} found a dependency down after {_span(took_ms)}{_error(event)}{wait}. "
+            f"Attempt {event.attempt} found a dependency down after {span(took_ms)}{error_of(event)}{wait}. "
             "That uses up no retry."
         )
-    return f"Attempt {event.attempt} failed after {_span(took_ms)}{_error(event)}{wait}."
+    return f"Attempt {event.attempt} failed after {span(took_ms)}{error_of(event)}{wait}."
 
 
 def _suspended(event: Event, took_ms: int) -> str:
-    if event.from_state is State.RUNNING and not _by(event):
-        return f"Attempt {event.attempt} failed after {_span(took_ms)}{_error(event)}, and the job was suspended."
-    return f"It was suspended at {_clock(event.at_ms)}{_by(event)}{_reason(event)}."
+    if event.from_state is State.RUNNING and not by(event):
+        return f"Attempt {event.attempt} failed after {span(took_ms)}{error_of(event)}, and the job was suspended."
+    return f"It was suspended at {clock(event.at_ms)}{by(event)}{reason_of(event)}."
 
 
 def _resumed(event: Event, _: int) -> str:
-    return f"It was resumed at {_clock(event.at_ms)}{_by(event)}{_reason(event)}; its retries start again."
+    return f"It was resumed at {clock(event.at_ms)}{by(event)}{reason_of(event)}; its retries start again."
 
 
 def _dlq_pending(event: Event, took_ms: int) -> str:
     if event.from_state is State.RUNNING:
-        return f"Attempt {event.attempt} failed for good after {_span(took_ms)}{_error(event)}."
-    return f"It was given up at {_clock(event.at_ms)}{_error(event)}."
+        return f"Attempt {event.attempt} failed for good after {span(took_ms)}{error_of(event)}."
+    return f"It was given up at {clock(event.at_ms)}{error_of(event)}."
 
 
 def _dlq(event: Event, _: int) -> str:
-    return f"Its dead letter was written at {_clock(event.at_ms)}."
+    return f"Its dead letter was written at {clock(event.at_ms)}."
 
 
 def _failed(event: Event, _: int) -> str:
-    return f"It ended as failed at {_clock(event.at_ms)}."
+    return f"It ended as failed at {clock(event.at_ms)}."
 
 
 def _cancelled(event: Event, _: int) -> str:
-    return f"It was cancelled at {_clock(event.at_ms)}{_by(event)}{_reason(event)}."
+    return f"It was cancelled at {clock(event.at_ms)}{by(event)}{reason_of(event)}."
 
 
 def _restored(event: Event, _: int) -> str:
-    where = "back in line" if event.from_state is State.RUNNING else f"back as {_word(event.to_state)}"
-    return f"The engine had lost it; at {_clock(event.at_ms)} it was put {where}, as the ledger knew it."
+    where = "back in line" if event.from_state is State.RUNNING else f"back as {word(event.to_state)}"
+    return f"The engine had lost it; at {clock(event.at_ms)} it was put {where}, as the ledger knew it."
 
 
 def _forked(event: Event, _: int) -> str:
     return (
-        f"At {_clock(event.at_ms)} the engine turned out to have forgotten its latest steps (a wipe, or an older copy)"
-        f": it went on from {_word(event.to_state)}, where the ledger had it {_word(event.from_state)}."
+        f"At {clock(event.at_ms)} the engine turned out to have forgotten its latest steps (a wipe, or an older copy)"
+        f": it went on from {word(event.to_state)}, where the ledger had it {word(event.from_state)}."
     )
 
 
 def _duplicate(event: Event, _: int) -> str:
-    return f"A second copy of it came in at {_clock(event.at_ms)} and was dropped."
+    return f"A second copy of it came in at {clock(event.at_ms)} and was dropped."
 
 
 def _unknown(event: Event) -> str:
-    return f"{event.type} at {_clock(event.at_ms)}{_reason(event)}."
+    return f"{event.type} at {clock(event.at_ms)}{reason_of(event)}."
 
 
 _TELLERS: Final[Mapping[str, Callable[[Event, int], str]]] = MappingProxyType(
@@ -195,6 +261,10 @@ _TELLERS: Final[Mapping[str, Callable[[Event, int], str]]] = MappingProxyType(
         "task.created": _created,
         "approval.requested": _approval_requested,
         "approval.approved": _approved,
+        "approval.withdrawn": _withdrawn,
+        "approval.rejected": _rejected,
+        "approval.expired": _expired,
+        EXPEDITED_EVENT: _expedited,
         "task.claimed": _claimed,
         "task.reclaimed": _reclaimed,
         "task.released": _released,
@@ -225,7 +295,7 @@ def _is_queued(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
     due_ms = _due(last, scene)
     if due_ms > scene.now_ms:
         return [f"It waits for its time: it is due {_in(due_ms, scene)}."], ["Then the next free worker takes it."]
-    waits = _span(max(0, scene.now_ms - last.at_ms))
+    waits = span(max(0, scene.now_ms - last.at_ms))
     return (
         [f"It has waited in line for {waits}."],
         ["The next free worker of its queue takes it. If none does: is one running, or the queue paused?"],
@@ -233,25 +303,40 @@ def _is_queued(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
 
 
 def _is_waiting_approval(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
-    return (
-        [f"A person has to decide: it has waited for approval since {_clock(last.at_ms)}."],
-        ["Nothing happens by itself. Approved, it goes in line; rejected, it is cancelled."],
-    )
+    why = f"A person has to decide: it has waited for approval since {clock(last.at_ms)}."
+    then = "Nothing happens by itself. Approved, it goes in line; rejected, it is cancelled."
+    asked = next((row for row in reversed(scene.approvals) if row.status is ApprovalStatus.REQUESTED), None)
+    if asked is None:
+        return [why], [then]
+    if asked.deadline is not None:
+        then = f"Unanswered, it is cancelled at {asked.deadline:%Y-%m-%d %H:%M:%S} UTC."
+    return [why, *_question(asked)], [f"`holdfast approvals show {asked.approval_id}` tells what would run. {then}"]
+
+
+def _question(asked: ApprovalRow) -> Iterator[str]:
+    rules = f" by {listed(asked.policies)}" if asked.policies else ""
+    reason = " ".join(asked.reason.split())[:200]
+    if rules or reason:
+        yield f"It is asked for{rules}{f': {reason}' if reason else ''}."
+    yes = [vote.person for vote in asked.votes if vote.approve]
+    if asked.quorum > 1:
+        given = f"{listed(yes)} did" if yes else "nobody did yet"
+        yield f"It takes {asked.quorum} different people to approve it; {given}."
 
 
 def _is_running(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
     alive_ms = max(event.at_ms for event in events if event.to_state is not None or event.type == HEARTBEAT_EVENT)
     worker = last.worker or "an unknown worker"
-    seen = f", last heard of {_span(scene.now_ms - alive_ms)} ago" if alive_ms > last.at_ms else ""
+    seen = f", last heard of {span(scene.now_ms - alive_ms)} ago" if alive_ms > last.at_ms else ""
     return (
-        [f"Its worker {worker} has held it for {_span(max(0, scene.now_ms - last.at_ms))}{seen}."],
-        [f"If the worker dies, another takes over within {_span(scene.lease_ms)}, as attempt {last.attempt + 1}."],
+        [f"Its worker {worker} has held it for {span(max(0, scene.now_ms - last.at_ms))}{seen}."],
+        [f"If the worker dies, another takes over within {span(scene.lease_ms)}, as attempt {last.attempt + 1}."],
     )
 
 
 def _is_retrying(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
     due_ms = _due(last, scene)
-    which = f"its {_ordinal(last.retry_count)} retry" if last.retry_count else "the outage to end"
+    which = f"its {ordinal(last.retry_count)} retry" if last.retry_count else "the outage to end"
     when = f", due {_in(due_ms, scene)}" if due_ms else ""
     return [f"It waits for {which}{when}."], [f"Then it runs again, as attempt {last.attempt + 1}."]
 
@@ -271,7 +356,7 @@ def _is_suspended(last: Event, events: Sequence[Event], scene: Scene) -> _Presen
             [f"Nothing happens by itself. {resume} sends it back to work."],
         )
     return (
-        [f"A person has to decide: it is suspended since {_clock(last.at_ms)}{_reason(last)}."],
+        [f"A person has to decide: it is suspended since {clock(last.at_ms)}{reason_of(last)}."],
         [f"Nothing happens by itself. {resume} sends it back to work with fresh retries; else cancel it."],
     )
 
@@ -297,14 +382,18 @@ def _is_dlq_recorded(last: Event, events: Sequence[Event], scene: Scene) -> _Pre
 def _is_failed(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
     failure = next((event for event in reversed(events) if event.type == "task.dlq_pending"), last)
     decided = scene.letter_status not in (None, "open")
-    state = f" and is {_words(scene.letter_status or '')}" if decided else ""
-    why = [f"It failed{_error(failure) or ' for good'}. Its dead letter{_letter_id(scene)} is written{state}."]
+    state = f" and is {words(scene.letter_status or '')}" if decided else ""
+    why = [f"It failed{error_of(failure) or ' for good'}. Its dead letter{_letter_id(scene)} is written{state}."]
     then = "This job will not run again."
-    return why, [then if decided else f"{then} A person can look at the dead letter and submit the work anew."]
+    if scene.replayed_as:
+        return why, [f"{then} Its work goes on as job {scene.replayed_as}."]
+    if decided:
+        return why, [then]
+    return why, [f"{then} A person can look at the dead letter and replay it (`holdfast dlq show{_letter_id(scene)}`)."]
 
 
 def _is_cancelled(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
-    return [f"It was cancelled{_by(last)}{_reason(last)}."], ["It will not run again."]
+    return [f"It was cancelled{by(last)}{reason_of(last)}."], ["It will not run again."]
 
 
 _PRESENT: Final[Mapping[State, Callable[[Event, Sequence[Event], Scene], _Present]]] = MappingProxyType(
@@ -329,8 +418,8 @@ def _apart(state: State, scene: Scene) -> list[str]:
     if live is None or live.state is state:
         return []
     if state in FINAL:
-        return [f"The engine still has it as {_word(live.state)}: it forgot the end. A second end is not recorded."]
-    return [f"The engine is further on already: there it is {_word(live.state)}. The ledger follows in a moment."]
+        return [f"The engine still has it as {word(live.state)}: it forgot the end. A second end is not recorded."]
+    return [f"The engine is further on already: there it is {word(live.state)}. The ledger follows in a moment."]
 
 
 # Words -----------------------------------------------------------------------------------------------
@@ -345,54 +434,8 @@ def _due(last: Event, scene: Scene) -> int:
 
 def _in(due_ms: int, scene: Scene) -> str:
     left_ms = due_ms - scene.now_ms
-    return f"in {_span(left_ms)} ({_clock(due_ms)})" if left_ms > 0 else f"since {_clock(due_ms)}"
+    return f"in {span(left_ms)} ({clock(due_ms)})" if left_ms > 0 else f"since {clock(due_ms)}"
 
 
 def _letter_id(scene: Scene) -> str:
     return f" {scene.dlq_id}" if scene.dlq_id else ""
-
-
-def _error(event: Event) -> str:
-    data = event.data or {}
-    kind = data.get("type") or data.get("code") or ""
-    message = " ".join(str(data.get("message") or event.message or "").split())
-    # What to do stands at the end of the story; here half of a command would be left of it.
-    message = message.partition(EffectInDoubt.ADVICE)[0]
-    told = ": ".join(part for part in (str(kind), message) if part)
-    return f": {told[:200]}" if told else ""
-
-
-def _by(event: Event) -> str:
-    actor = (event.data or {}).get("actor")
-    return f" by {actor}" if actor else ""
-
-
-def _reason(event: Event) -> str:
-    said = str((event.data or {}).get("reason") or event.message).partition(EffectInDoubt.ADVICE)[0]
-    return f" ({' '.join(said.split())[:200]})" if said else ""
-
-
-def _word(state: State | None) -> str:
-    return _words(state.value) if state is not None else "nothing"
-
-
-def _words(name: str) -> str:
-    return name.replace("dlq_", "dead letter ").replace("_", " ")
-
-
-def _ordinal(number: int) -> str:
-    return _ORDINALS[number] if number < len(_ORDINALS) else f"{number}th"
-
-
-def _clock(at_ms: int) -> str:
-    return f"{to_datetime(at_ms):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _span(duration_ms: int) -> str:
-    if abs(duration_ms) < 10_000:
-        return f"{duration_ms / 1000:g} s" if abs(duration_ms) >= 1_000 else f"{duration_ms} ms"
-    whole = timedelta(seconds=round(duration_ms / 1000))
-    days, seconds = whole.days, whole.seconds
-    parts = ((days, "d"), (seconds // 3600, "h"), (seconds // 60 % 60, "min"), (seconds % 60, "s"))
-    told = [f"{count} {unit}" for count, unit in parts if count]
-    return " ".join(told[:2])

@@ -8,6 +8,8 @@ given what the ledger knows and tells the truth event by event. What does not fi
 - the job is elsewhere, but open: the engine went on from an earlier point (a stale replica, a cut AOF). The story gets
   a `ledger.forked` event to where the engine was, then the event;
 - the ledger has never heard of the job (its feed was cut before somebody read it): the same, after a creation of ours.
+
+What people did (`operator.…`) is no part of a job's story, and goes into the operators' log as it is.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from uuid import NAMESPACE_URL, uuid5
 
 import msgspec
 
-from holdfast.core.job import Attempt, Event, Failure, Priority
-from holdfast.core.states import FINAL, FORKED_EVENT, RESTORED_EVENT, State, event_for
+from holdfast.core.job import Attempt, Event, Failure, Meta, Priority
+from holdfast.core.states import FINAL, FORKED_EVENT, OPERATOR_PREFIX, RESTORED_EVENT, State, event_for
 from holdfast.core.verdict import by_operator
 from holdfast.ledger.text import clean
 
@@ -92,6 +94,8 @@ class Draft(msgspec.Struct, eq=False):
     next_retry_at_ms: int = 0
     dlq_id: str | None = None
     letter: Event | None = None
+    #: It was told to wait for people in this batch.
+    held: bool = False
     at_ms: int = 0
     events: list[Event] = []
 
@@ -110,6 +114,8 @@ class Folded(msgspec.Struct, frozen=True):
 
     drafts: list[Draft]
     anomalies: list[Anomaly]
+    #: What people did, to jobs and queues.
+    deeds: list[Event] = []
 
 
 # Two ways to fold ----------------------------------------------------------------------------------
@@ -118,7 +124,11 @@ class Folded(msgspec.Struct, frozen=True):
 def assume(events: Iterable[Event]) -> Folded:
     """Without a look at the ledger. Raises `Misfit` if the events contradict one another."""
     drafts: dict[Name, Draft] = {}
+    deeds: list[Event] = []
     for event in events:
+        if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
+            deeds.append(event)
+            continue
         name = (event.tenant_id, event.job_id)
         draft = drafts.get(name)
         from_state = event.from_state
@@ -136,14 +146,18 @@ def assume(events: Iterable[Event]) -> Folded:
             elif from_state is not draft.state or draft.ended:
                 raise Misfit(event)
         _apply(draft, event)
-    return Folded(list(drafts.values()), [])
+    return Folded(list(drafts.values()), [], deeds)
 
 
 def fold(events: Iterable[Event], known: Mapping[Name, Known]) -> Folded:
     """On what the ledger knows of these jobs."""
     drafts: dict[Name, Draft] = {}
     anomalies: list[Anomaly] = []
+    deeds: list[Event] = []
     for event in events:
+        if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
+            deeds.append(event)
+            continue
         name = (event.tenant_id, event.job_id)
         draft = drafts.get(name)
         if draft is None and (row := known.get(name)) is not None:
@@ -163,7 +177,7 @@ def fold(events: Iterable[Event], known: Mapping[Name, Known]) -> Folded:
                 anomalies.append(Anomaly(event, NEVER_HEARD))
         elif (reason := _continue(draft, event)) is not None:
             anomalies.append(Anomaly(event, reason))
-    return Folded([draft for draft in drafts.values() if draft.events], anomalies)
+    return Folded([draft for draft in drafts.values() if draft.events], anomalies, deeds)
 
 
 def _continue(draft: Draft, event: Event) -> str | None:
@@ -215,6 +229,7 @@ def _create(draft: Draft, event: Event) -> None:
     draft.events.append(event)
     draft.state = event.to_state
     draft.at_ms = event.at_ms
+    draft.held = event.to_state is State.WAITING_APPROVAL
     if event.data:
         draft.run_at_ms = event.data.get("run_at_ms") or 0
 
@@ -246,6 +261,7 @@ def _apply(draft: Draft, event: Event) -> None:
 def _move(draft: Draft, event: Event, to_state: State, data: Mapping[str, Any]) -> None:
     draft.ended = to_state in FINAL
     due_ms = data.get("next_attempt_at_ms") or 0
+    draft.held = draft.held or to_state is State.WAITING_APPROVAL
     if to_state is State.RETRYING:
         draft.next_retry_at_ms = due_ms
     elif to_state is State.QUEUED and due_ms:
@@ -302,10 +318,10 @@ def letter_id(event: Event) -> str:
 # Rows ----------------------------------------------------------------------------------------------
 
 
-def envelope_of(draft: Draft) -> tuple[str, int, str, str, str, str | None, str | None]:
-    """Type, priority, idempotency key, trace id, payload, context, meta of a new job."""
+def envelope_of(draft: Draft) -> tuple[str, int, str, str, str, str | None, str | None, str | None]:
+    """Type, priority, idempotency key, trace id, payload, context, meta, webhook of a new job."""
     data = (draft.creation.data if draft.creation else None) or {}
-    context = data.get("context")
+    context, meta = data.get("context"), data.get("meta") or None
     return (
         data.get("task", UNKNOWN_TASK),
         data.get("priority", int(Priority.NORMAL)),
@@ -313,8 +329,24 @@ def envelope_of(draft: Draft) -> tuple[str, int, str, str, str, str | None, str 
         data.get("trace_id") or "",
         data.get("payload", UNKNOWN_PAYLOAD),
         None if context is None else to_json(context),
-        data.get("meta") or None,
+        meta,
+        # Most have none, and need not be read.
+        _webhook_of(meta) if meta is not None and '"webhook"' in meta else None,
     )
+
+
+def meta_of(text: Any) -> Meta:
+    """Of an envelope, as text or decoded. Raises `msgspec.MsgspecError`."""
+    if isinstance(text, str):
+        return msgspec.json.decode(text, type=Meta) if text else Meta()
+    return msgspec.convert(text, Meta) if text else Meta()
+
+
+def _webhook_of(meta: str) -> str | None:
+    try:
+        return meta_of(meta).webhook or None
+    except msgspec.MsgspecError:
+        return None
 
 
 def data_of(event: Event) -> str | None:

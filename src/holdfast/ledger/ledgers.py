@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from holdfast.clock import Clock
 from holdfast.engine.port import Finding
+from holdfast.ledger.people import People
 from holdfast.ledger.port import Effects, Projection, Recovery
 from holdfast.ledger.postgres import diagnosis as postgres_diagnosis
 from holdfast.ledger.postgres import retention as postgres_retention
 from holdfast.ledger.postgres.effects import PostgresEffects
+from holdfast.ledger.postgres.people import PostgresPeople
 from holdfast.ledger.postgres.projection import PostgresProjection
 from holdfast.ledger.postgres.store import PostgresStore
+from holdfast.ledger.postgres.telling import PostgresMarks
 from holdfast.ledger.queries import Queries
 from holdfast.ledger.recovery import SqlRecovery
 from holdfast.ledger.retention import Marks
 from holdfast.ledger.sqlite import diagnosis as sqlite_diagnosis
 from holdfast.ledger.sqlite import retention as sqlite_retention
 from holdfast.ledger.sqlite.effects import SqliteEffects
+from holdfast.ledger.sqlite.people import SqlitePeople
 from holdfast.ledger.sqlite.projection import SqliteProjection
 from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.sqlite.telling import SqliteMarks
+from holdfast.ledger.telling import Telling
 
 
 class PostgresLedger:
@@ -27,6 +33,8 @@ class PostgresLedger:
         self.store = store
         self.projection: Projection = PostgresProjection(store)
         self.effects: Effects = PostgresEffects(store)
+        self.people: People = PostgresPeople(store)
+        self.telling = Telling(store.readers, PostgresMarks(store))
         self.recovery: Recovery = SqlRecovery(store.readers)
         self.queries = Queries(store.readers)
 
@@ -55,6 +63,8 @@ class SqliteLedger:
         self._clock = clock
         self.projection: Projection = SqliteProjection(store, clock)
         self.effects: Effects = SqliteEffects(store, clock)
+        self.people: People = SqlitePeople(store, clock)
+        self.telling = Telling(store.readers, SqliteMarks(store, clock))
         self.recovery: Recovery = SqlRecovery(store.readers)
         self.queries = Queries(store.readers)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ from holdfast.ledger.text import clean
 SCANNED: Final = 6_000
 #: … and by each at least.
 SCANNED_EACH: Final = 300
+#: To look for a text in a row costs as much as to look at so many rows.
+TEXT_COST: Final = 3
 MAX_LIMIT: Final = 1_000
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -44,6 +47,8 @@ class JobFilter(msgspec.Struct, frozen=True, kw_only=True):
     states: frozenset[State] = frozenset()
     job_type: str | None = None
     tenant_id: str | None = None
+    #: Those that the asker may see; None: all of them.
+    tenants: Sequence[str] | None = None
     queues: frozenset[str] = frozenset()
     #: Created at this instant or later …
     since: datetime | None = None
@@ -58,6 +63,13 @@ class JobFilter(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in (("since", self.since), ("until", self.until)):
             if value is not None and value.tzinfo is None:
                 raise InvalidOption(f"{name} has no time zone; give an aware datetime")
+
+    def chosen_tenants(self) -> list[str] | None:
+        """Whose jobs; None: everybody's."""
+        if self.tenant_id is None:
+            return None if self.tenants is None else list(dict.fromkeys(self.tenants))
+        seen = self.tenants is None or self.tenant_id in self.tenants
+        return [self.tenant_id] if seen else []
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -204,16 +216,9 @@ def searches(wanted: JobFilter, tenants: list[str], after: Place | None) -> list
     by_state = wanted.states and State.SUCCEEDED not in wanted.states
     alone = wanted.idempotency_key is None and not wanted.trace_id
     states: list[State | None] = [*sorted(wanted.states)] if by_state and alone else [None]
-    each = max(SCANNED // max(1, len(tenants) * len(states)), SCANNED_EACH)
+    cost = TEXT_COST if wanted.error else 1
+    each = max(SCANNED // max(1, len(tenants) * len(states) * cost), SCANNED_EACH)
     return [Search(wanted, tenant, state, after, each) for tenant in tenants for state in states]
-
-
-def tenants_of_jobs() -> Select[Any]:
-    """All tenants that have a job, by a walk from one to the next in the index: there are few."""
-    first = select(func.min(jobs.c.tenant_id).label("tenant_id")).cte("tenants", recursive=True)
-    after = select(func.min(jobs.c.tenant_id)).where(jobs.c.tenant_id > first.c.tenant_id).scalar_subquery()
-    walk = first.union_all(select(after).where(first.c.tenant_id.is_not(None)))
-    return select(walk.c.tenant_id).where(walk.c.tenant_id.is_not(None))
 
 
 def _by_code(column: ColumnElement[str], dialect: Dialect) -> ColumnElement[str]:

@@ -3,6 +3,8 @@
 - `Projection`: the projector's writing end. Not there when embedded: engine and ledger are one file, one transaction.
 - `Effects`: once-only effects and steps; batches, so that concurrent callers share a commit.
 - `Recovery`: what the reconciler reads.
+- `People` (`ledger.people`): tokens, votes, dead letters' fates, the operators' log.
+- `Telling` (`ledger.telling`): what others are to be told by webhook.
 - Queries for people and programs are in `ledger.queries`, read-only.
 
 All methods raise `LedgerUnavailable` when the store does not answer, and may then be called again with the same
@@ -25,7 +27,9 @@ from holdfast.ledger.retention import Marks
 
 if TYPE_CHECKING:
     # Loads SQLAlchemy, which a worker without a ledger does not need.
+    from holdfast.ledger.people import People
     from holdfast.ledger.queries import Queries
+    from holdfast.ledger.telling import Telling
 
 # The projector's end -------------------------------------------------------------------------------
 
@@ -270,6 +274,10 @@ class Ledger(Protocol):
     def recovery(self) -> Recovery: ...
     @property
     def queries(self) -> Queries: ...
+    @property
+    def people(self) -> People: ...
+    @property
+    def telling(self) -> Telling: ...
 
     async def open(self) -> None:
         """Connect and look at the schema. Raises `LedgerUnavailable`, or `SchemaMismatch`."""
@@ -285,7 +293,8 @@ class Ledger(Protocol):
 
     async def prune(self, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
         """Drop finished jobs (with events, steps) that ended longer ago, expired effect keys, old feed entries: about
-        `limit` rows in one short transaction; how many went. Never an open job, a key in doubt, or an open dead letter.
+        `limit` rows in one short transaction; how many went; old lines of the operators' log, too. Never an open job,
+        a key in doubt, an open dead letter, or one whose replay is on its way.
         Begins at the marks, and moves them.
         """
         ...

@@ -18,20 +18,20 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from holdfast.core.states import State
-from holdfast.errors import InvalidOption, LedgerUnavailable, UnknownJob
+from holdfast.errors import LedgerUnavailable, UnknownJob
 from holdfast.ledger import schema
+from holdfast.ledger.desk import Desk
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.listing import (
-    MAX_LIMIT,
     JobFilter,
     Place,
     Search,
     from_cursor,
     place_of,
     searches,
-    tenants_of_jobs,
     to_cursor,
 )
+from holdfast.ledger.paging import check_limit
 from holdfast.ledger.records import (
     Counts,
     DeadLetterRow,
@@ -43,6 +43,7 @@ from holdfast.ledger.records import (
     Page,
     StepRow,
 )
+from holdfast.ledger.tenants import tenants_of
 from holdfast.ledger.text import clean
 
 #: Up to here all counts are exact: counting so many takes a few milliseconds.
@@ -57,7 +58,7 @@ _STATES: Final = frozenset({"state", "from_state", "to_state"})
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-class Queries:
+class Queries(Desk):
     """Asks; never changes anything."""
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -67,12 +68,13 @@ class Queries:
 
     async def jobs(self, wanted: JobFilter | None = None, limit: int = 50, cursor: str | None = None) -> Page:
         """A page of jobs, newest first. Raises `UsageError` for a cursor that is none."""
-        if not 1 <= limit <= MAX_LIMIT:
-            raise InvalidOption(f"limit must be from 1 to {MAX_LIMIT}, got {limit}")
+        check_limit(limit)
         wanted = wanted or JobFilter()
         after = from_cursor(cursor) if cursor else None
         async with self._connection() as connection:
-            tenants = [wanted.tenant_id] if wanted.tenant_id is not None else await self._tenants(connection)
+            tenants = wanted.chosen_tenants()
+            if tenants is None:
+                tenants = await self._tenants(connection)
             rows: list[Any] = []
             #: How far every search got; the page ends where the first of them stopped.
             horizon: Place | None = None
@@ -168,7 +170,7 @@ class Queries:
             raise LedgerUnavailable(f"the ledger does not answer: {said}; check that it is up, then try again") from exc
 
     async def _tenants(self, connection: AsyncConnection) -> list[str]:
-        return list((await connection.execute(tenants_of_jobs())).scalars())
+        return list((await connection.execute(tenants_of(schema.jobs))).scalars())
 
     async def _search(self, connection: AsyncConnection, search: Search, limit: int) -> tuple[list[Any], Place | None]:
         dialect = self.engine.dialect

@@ -134,6 +134,8 @@ class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
     confirmed_by: str | None
     reason: str | None
     replayed_as: str | None
+    replay_count: int
+    fingerprint: str
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):

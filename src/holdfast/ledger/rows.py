@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from holdfast.core.job import Event, new_job_ids
+from holdfast.core.fingerprint import fingerprint
+from holdfast.core.job import Event, Failure, new_job_ids
 from holdfast.core.states import State
 from holdfast.ledger.folding import (
     Anomaly,
@@ -54,6 +55,7 @@ JOB_COLUMNS: Final = (
     "payload",
     "context",
     "meta",
+    "webhook",
 )
 EVENT_COLUMNS: Final = (
     "tenant_id",
@@ -160,24 +162,26 @@ def changed_row(draft: Draft, instant: AsInstant) -> Row:
     )
 
 
-def letter_row(draft: Draft, story: Iterable[Event], instant: AsInstant) -> Row:
+def letter_row(draft: Draft, job_type: str, story: Iterable[Event], instant: AsInstant) -> Row:
     """Of a dead letter, with every attempt that the ledger knows of (requirements D2, Y6): tenant, job id, dlq id,
-    error code, error, stack, retries, history, failed at, acknowledged at."""
+    error code, error, stack, retries, history, failed at, acknowledged at, fingerprint."""
     assert draft.letter is not None
     story = list(story)
     letter = death_of(draft.letter, story)
-    failure, told = failure_of(letter), (letter.data or {}).get("history") or ()
+    failure = failure_of(letter) or Failure("UNKNOWN", letter.message)
+    told = (letter.data or {}).get("history") or ()
     return (
         draft.tenant_id,
         draft.job_id,
         draft.dlq_id or (letter.data or {}).get("dlq_id") or letter_id(letter),
-        failure.code if failure else "UNKNOWN",
-        failure.message if failure else letter.message,
-        failure.stack if failure else "",
+        failure.code,
+        failure.message,
+        failure.stack,
         letter.retry_count,
         attempts_of(story, told),
         instant(letter.at_ms),
         instant(draft.at_ms) if draft.state is State.FAILED else None,
+        fingerprint(job_type, failure),
     )
 
 

@@ -107,6 +107,9 @@ jobs: Final = Table(
     Column("run_at", Instant),
     Column("next_retry_at", Instant),
     Column("dlq_id", NAME),
+    #: Where the end is to be told, and when a delivery was handed in.
+    Column("webhook", Text),
+    Column("told_at", Instant),
     Column("created_at", Instant, nullable=False),
     Column("updated_at", Instant, nullable=False),
     Column("finished_at", Instant),
@@ -157,6 +160,15 @@ Index(
     sqlite_where=text("last_error IS NOT NULL"),
 )
 
+Index(
+    "untold",
+    jobs.c.tenant_id,
+    jobs.c.finished_at,
+    _table=jobs,
+    postgresql_where=text("webhook IS NOT NULL AND told_at IS NULL AND finished_at IS NOT NULL"),
+    sqlite_where=text("webhook IS NOT NULL AND told_at IS NULL AND finished_at IS NOT NULL"),
+)
+
 job_events: Final = Table(
     "job_events",
     metadata,
@@ -197,7 +209,13 @@ dlq_items: Final = Table(
     Column("requested_by", Text),
     Column("confirmed_by", Text),
     Column("reason", Text),
+    #: The latest replay: its job, its number, its payload if it was edited, and whether it has been handed in.
     Column("replayed_as", Text),
+    Column("replay_count", Integer, nullable=False, server_default="0"),
+    Column("replay_payload", Text),
+    Column("replay_pending", SmallInteger, nullable=False, server_default="0"),
+    #: Of the kind of error: letters that died of the same thing have the same one.
+    Column("fingerprint", NAME, nullable=False, server_default=""),
     #: When the engine had moved the job on to `failed`; null: to be told (again).
     Column("acked_at", Instant),
     PrimaryKeyConstraint("tenant_id", "dlq_id"),
@@ -212,6 +230,16 @@ Index(
     _table=dlq_items,
     postgresql_where=text("acked_at IS NULL"),
     sqlite_where=text("acked_at IS NULL"),
+)
+
+Index("by_fingerprint", dlq_items.c.tenant_id, dlq_items.c.fingerprint, dlq_items.c.failed_at, _table=dlq_items)
+Index(
+    "replaying",
+    dlq_items.c.tenant_id,
+    dlq_items.c.dlq_id,
+    _table=dlq_items,
+    postgresql_where=text("replay_pending = 1"),
+    sqlite_where=text("replay_pending = 1"),
 )
 
 #: Once-only effects (requirement E2), and the writes in a user's own transaction (E3).
@@ -284,6 +312,7 @@ job_steps: Final = Table(
     CheckConstraint("position > 0", name="position"),
 )
 
+#: Questions to people (requirements A1–A3). The row is written with the move that holds the job.
 approvals: Final = Table(
     "approvals",
     metadata,
@@ -291,22 +320,114 @@ approvals: Final = Table(
     Column("approval_id", NAME, nullable=False),
     Column("job_id", NAME, nullable=False),
     Column("queue", NAME, nullable=False),
+    Column("job_type", NAME, nullable=False),
     Column("status", NAME, nullable=False, server_default="requested"),
+    #: Empty: a guard asks; else the name that the task gave its question.
+    Column("name", NAME, nullable=False, server_default=""),
     #: Approval binds to the payload that was shown.
     Column("payload_hash", NAME, nullable=False),
-    Column("policy", Text),
-    Column("reason", Text),
+    #: Names of the guard's rules, a JSON list.
+    Column("policies", Text, nullable=False, server_default="[]"),
+    Column("reason", Text, nullable=False, server_default=""),
+    #: What the task shows, JSON.
+    Column("details", Text),
+    Column("quorum", SmallInteger, nullable=False, server_default="1"),
+    Column("deadline", Instant),
     Column("requested_by", Text, nullable=False),
     Column("requested_at", Instant, nullable=False),
     Column("decided_by", Text),
     Column("decided_at", Instant),
     Column("decision_reason", Text),
+    #: When the engine was told; null: to be told (again).
+    Column("acked_at", Instant),
+    #: The status that subscribers were last told of.
+    Column("told", NAME),
     PrimaryKeyConstraint("tenant_id", "approval_id"),
-    CheckConstraint("status IN ('requested', 'approved', 'rejected', 'withdrawn')", name="known_status"),
+    CheckConstraint("status IN ('requested', 'approved', 'rejected', 'expired', 'withdrawn')", name="known_status"),
     CheckConstraint("(decided_at IS NULL) = (status = 'requested')", name="decision"),
+    CheckConstraint("quorum > 0", name="quorum"),
 )
 Index("by_job", approvals.c.tenant_id, approvals.c.job_id, approvals.c.queue, _table=approvals)
 Index("by_time", approvals.c.tenant_id, approvals.c.status, approvals.c.requested_at, _table=approvals)
+Index(
+    "undelivered",
+    approvals.c.tenant_id,
+    approvals.c.decided_at,
+    _table=approvals,
+    postgresql_where=text("acked_at IS NULL AND decided_at IS NOT NULL"),
+    sqlite_where=text("acked_at IS NULL AND decided_at IS NOT NULL"),
+)
+Index(
+    "by_deadline",
+    approvals.c.tenant_id,
+    approvals.c.deadline,
+    _table=approvals,
+    postgresql_where=text("status = 'requested' AND deadline IS NOT NULL"),
+    sqlite_where=text("status = 'requested' AND deadline IS NOT NULL"),
+)
+
+Index(
+    "untold",
+    approvals.c.tenant_id,
+    approvals.c.requested_at,
+    _table=approvals,
+    postgresql_where=text("told IS NULL OR told <> status"),
+    sqlite_where=text("told IS NULL OR told <> status"),
+)
+
+#: Who said what. A person has one vote.
+approval_votes: Final = Table(
+    "approval_votes",
+    metadata,
+    _tenant(),
+    Column("approval_id", NAME, nullable=False),
+    Column("person", NAME, nullable=False),
+    Column("approve", SmallInteger, nullable=False),
+    Column("reason", Text, nullable=False, server_default=""),
+    Column("at", Instant, nullable=False),
+    PrimaryKeyConstraint("tenant_id", "approval_id", "person"),
+)
+
+#: What people did, and alerts (requirements H5, H6): never changed, kept as long as finished jobs are.
+operator_events: Final = Table(
+    "operator_events",
+    metadata,
+    _tenant(),
+    #: Ordered by time, like job ids.
+    Column("id", NAME, nullable=False),
+    Column("type", NAME, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("target", NAME, nullable=False),
+    Column("target_id", Text, nullable=False),
+    Column("queue", NAME, nullable=False, server_default=""),
+    Column("reason", Text, nullable=False, server_default=""),
+    Column("before", Text),
+    Column("after", Text),
+    Column("at", Instant, nullable=False),
+    #: When subscribers were told, if there are any for it.
+    Column("told_at", Instant),
+    PrimaryKeyConstraint("tenant_id", "id"),
+)
+Index("by_time", operator_events.c.tenant_id, operator_events.c.at, operator_events.c.id, _table=operator_events)
+
+Index(
+    "untold",
+    operator_events.c.tenant_id,
+    operator_events.c.at,
+    _table=operator_events,
+    postgresql_where=text("told_at IS NULL AND type LIKE 'alert.%'"),
+    sqlite_where=text("told_at IS NULL AND type LIKE 'alert.%'"),
+)
+
+#: Alerts that stand at the moment: one row each, whoever raised it.
+alerts: Final = Table(
+    "alerts",
+    metadata,
+    _tenant(),
+    Column("key", NAME, nullable=False),
+    Column("raised_at", Instant, nullable=False),
+    PrimaryKeyConstraint("tenant_id", "key"),
+)
 
 outbox_events: Final = Table(
     "outbox_events",
@@ -348,6 +469,24 @@ queue_executions: Final = Table(
     PrimaryKeyConstraint("tenant_id", "id"),
 )
 Index("by_message", queue_executions.c.tenant_id, queue_executions.c.message_id, _table=queue_executions)
+
+#: Who may come in over HTTP: of the system, since a token may be of several tenants. Never the secret, only its hash.
+tokens: Final = Table(
+    "tokens",
+    metadata,
+    Column("token_id", NAME, nullable=False),
+    Column("name", NAME, nullable=False),
+    Column("role", NAME, nullable=False),
+    #: A JSON list; "*" is every tenant.
+    Column("tenants", Text, nullable=False),
+    Column("secret_hash", NAME, nullable=False),
+    Column("created_by", Text, nullable=False),
+    Column("created_at", Instant, nullable=False),
+    Column("expires_at", Instant),
+    Column("revoked_at", Instant),
+    PrimaryKeyConstraint("token_id"),
+    CheckConstraint("role IN ('viewer', 'operator', 'approver', 'admin')", name="known_role"),
+)
 
 # The projector's own bookkeeping: of the system, not of a tenant ------------------------------------
 

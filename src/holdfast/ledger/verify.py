@@ -2,8 +2,9 @@
 
 For every job: its events are numbered 1 to n without a gap, every move is legal by the table, at most one event is
 final, and the job's own row says what its events say (state, attempt, retry count, number of events, end). A job that
-failed has its dead letter, no event is without its job, and no open dead letter without its job. Forks and anomalies
-are no faults: they are what an outage leaves behind, legally; they are counted.
+failed has its dead letter, no event is without its job, and no open dead letter without its job. What people decided
+agrees with it (`ledger.verify_people`). Forks and anomalies are no faults: they are what an outage leaves behind,
+legally; they are counted.
 
 Memory is constant: jobs and events are read side by side, in the order of the job's key.
 """
@@ -22,7 +23,8 @@ from holdfast.core.job import Event
 from holdfast.core.states import FINAL, State
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.queries import Queries, Snapshot
-from holdfast.ledger.schema import anomalies, dlq_items, job_events, jobs
+from holdfast.ledger.schema import anomalies, approvals, dlq_items, job_events, jobs
+from holdfast.ledger.verify_people import check_approvals, check_letters
 
 #: Faults that are told one by one; all are counted.
 KEPT_FAULTS: Final = 100
@@ -55,6 +57,7 @@ class Report(msgspec.Struct, kw_only=True):
     restores: int = 0
     anomalies: int = 0
     dead_letters: int = 0
+    approvals: int = 0
     fault_count: int = 0
     #: The first of them.
     faults: list[Fault] = []
@@ -89,11 +92,15 @@ async def verify_ledger(queries: Queries, since: datetime | None = None, progres
         await _find_lone_events(snapshot, report, since)
         await _find_missing_letters(snapshot, report, since)
         await _find_lone_letters(snapshot, report, since)
+        await check_approvals(snapshot, report.add, since)
+        await check_letters(snapshot, report.add, since)
         report.anomalies = await snapshot.scalar(
             _recent(select(func.count()).select_from(anomalies), anomalies.c.at, since)
         )
         letters = _recent(select(func.count()).select_from(dlq_items), dlq_items.c.failed_at, since)
         report.dead_letters = await snapshot.scalar(letters)
+        asked = _recent(select(func.count()).select_from(approvals), approvals.c.requested_at, since)
+        report.approvals = await snapshot.scalar(asked)
     return report
 
 

@@ -37,6 +37,7 @@ from holdfast.core.verdict import (
     Suspend,
     Verdict,
     advance,
+    answered,
     by_operator,
     judge,
 )
@@ -114,6 +115,9 @@ class InlineDesk(Desk):
         self._tools: dict[asyncio.AbstractEventLoop, Tools] = {}
 
     async def submit(self, envelope: Envelope) -> Receipt:
+        gate = self._app.gate(None, can_ask=True)
+        if gate.minds(envelope):
+            envelope = await gate.admit(envelope)
         if envelope.idempotency_key:
             key = (envelope.tenant_id, envelope.queue, envelope.idempotency_key)
             first = self._keys.setdefault(key, envelope.job_id)
@@ -141,8 +145,10 @@ class InlineDesk(Desk):
         view = self._views.get((queue, job_id))
         if view is None:
             raise UnknownJob(job_id)
-        failure = by_operator(State.CANCELLED, actor, reason)
-        self._move(view, State.CANCELLED, failure=failure, finished_at_ms=self._clock.now_ms())
+        failure, meta = by_operator(State.CANCELLED, actor, reason), view.meta
+        if view.state is State.WAITING_APPROVAL:
+            meta = answered(meta, None)
+        self._move(view, State.CANCELLED, meta=meta, failure=failure, finished_at_ms=self._clock.now_ms())
 
     def _fresh(self, envelope: Envelope) -> JobView:
         return JobView(

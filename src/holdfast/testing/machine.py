@@ -1,8 +1,8 @@
 """Random histories: a Hypothesis state machine that drives an engine and its model side by side.
 
-Workers claim, settle, renew, crash and come back late; operators move jobs about; replies are lost and operations
-resent; time passes. After each step every job is compared, at the end everything still open is worked
-off, and the feed must tell one legal story for each job.
+Workers claim, settle, renew, crash and come back late; operators move jobs about, answer, hurry and take them
+(`people_rules.py`); replies are lost and operations resent; time passes. After each step every job is compared, at the
+end everything still open is worked off, and the feed must tell one legal story for each job.
 
 Nothing that is drawn depends on what the engine answered: which of several ready jobs a claim gives is the engine's
 choice, and an example must mean the same steps when it is run again.
@@ -16,15 +16,16 @@ A failing run prints the steps as a program; with `derandomize` it fails again a
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from itertools import count
 from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
-from holdfast.core.job import Claim, Envelope, Event, Failure, JobView, Meta, Priority
-from holdfast.core.states import FINAL, OPERATOR_TARGETS, State
+from holdfast.core.job import Ask, Claim, Envelope, Event, Failure, JobView, Meta, Priority
+from holdfast.core.states import FINAL, OPERATOR_PREFIX, OPERATOR_TARGETS, State
 from holdfast.core.story import fold
 from holdfast.core.verdict import (
     Answer,
@@ -41,6 +42,7 @@ from holdfast.engine.port import Engine
 from holdfast.errors import TransitionInvalid
 from holdfast.testing.history import check_history
 from holdfast.testing.model import MAX_DELIVERIES, UNIT_MS, VISIBILITY_MS, Model
+from holdfast.testing.people_rules import ASKS, TENANTS, PeopleRules
 
 T = TypeVar("T")
 
@@ -70,16 +72,17 @@ verdicts: st.SearchStrategy[Verdict] = st.one_of(
     st.builds(RetryLater, delays, st.just(FAILURE), st.booleans()),
     st.just(DeadLetter(FAILURE)),
     st.just(Suspend(FAILURE)),
-    st.just(Hold("really?")),
+    st.builds(Hold, st.just("really?"), st.sampled_from((None, *ASKS))),
     st.builds(Release, st.just("draining"), delays, st.booleans()),
 )
 submissions = st.fixed_dictionaries(
     {
         "idempotency_key": st.sampled_from(("", "", "k1", "k2")),
-        "tenant_id": st.sampled_from(("acme", "zeta")),
+        "tenant_id": st.sampled_from(TENANTS),
         "delay_ms": st.sampled_from((0, *DELAYS_MS)),
         "priority": st.sampled_from(list(Priority)),
         "hold": sometimes,
+        "ask": st.sampled_from((None, *ASKS)),
     }
 )
 
@@ -100,7 +103,7 @@ class World(Protocol):
         ...
 
 
-class EngineMachine(RuleBasedStateMachine):
+class EngineMachine(PeopleRules):
     """One queue's life. Subclass with a `world`."""
 
     world: ClassVar[World]
@@ -133,13 +136,13 @@ class EngineMachine(RuleBasedStateMachine):
     def _submit(self, envelopes: list[Envelope]) -> None:
         assert self._run(self.engine.submit(envelopes)) == [self.model.submit(envelope) for envelope in envelopes]
 
-    def _envelope(self, number: int, priority: Priority, **fields: Any) -> Envelope:
+    def _envelope(self, number: int, priority: Priority, ask: Ask | None, **fields: Any) -> Envelope:
         return Envelope(
             job_id=f"{self.queue}-{number:03}",
             task="noop",
             payload=b'{"n":%d}' % number,
             queue=self.queue,
-            meta=Meta(priority=priority),
+            meta=Meta(priority=priority, ask=ask if fields["hold"] else None),
             **fields,
         )
 
@@ -150,11 +153,14 @@ class EngineMachine(RuleBasedStateMachine):
         self._receive(seat, self._claim(seat, limit), lost)
 
     def _claim(self, seat: str, limit: int) -> list[Claim]:
-        ready, allowed = self.model.ready(), self.model.claimable()
+        least, allowed = self.model.least(), self.model.claimable()
+        room = {tenant: self.model.room(tenant, at_most=True) for tenant in TENANTS}
         claims = self._run(self.engine.claim(self._worker(seat), [self.queue], limit, 0))
         given = {claim.job_id for claim in claims}
         assert given <= allowed, f"{given - allowed} may not run"
-        assert len(given) == len(claims) >= min(limit, len(ready))
+        assert len(given) == len(claims) >= min(limit, least)
+        for tenant, share in Counter(claim.tenant_id for claim in claims).items():
+            assert share <= room[tenant], f"{tenant} runs more than it may"
         for claim in claims:
             self.model.start(claim)
         self.model.notice()
@@ -281,12 +287,15 @@ class EngineMachine(RuleBasedStateMachine):
         # After a failed step the engine and the model disagree already; a second complaint would hide the first.
         if sys.exc_info()[0] is None and hasattr(self, "model"):
             self._compare_with_stories()
+            self.model.limits.clear()
+            self.set_limits()
             self._work_off()
             history = check_history(self._events(), ended=True)
             assert {story.job_id: story.state for story in history.stories.values()} == {
                 job.job_id: job.state for job in self.model.jobs.values()
             }
-            assert sum(self._run(self.engine.stats(self.queue)).states.values()) == 0
+            stats = self._run(self.engine.stats(self.queue))
+            assert (sum(stats.states.values()), stats.backlog, stats.pending) == (0, 0, 0)
         if hasattr(self, "engine"):
             self._run(self.engine.close())
 
@@ -294,7 +303,9 @@ class EngineMachine(RuleBasedStateMachine):
         """The feed tells enough to put every open job back as it is."""
         stories: dict[str, list[Event]] = {job_id: [] for job_id in self.model.jobs}
         for event in self._events():
-            stories[event.job_id].append(event)
+            # What people did is not a part of a job's story.
+            if not event.type.startswith(OPERATOR_PREFIX):
+                stories[event.job_id].append(event)
         for view in self._run(self.engine.get(self.queue, list(stories))):
             if view and view.state not in FINAL:
                 told = fold(self.queue, stories[view.job_id])
@@ -376,10 +387,11 @@ def _essence(view: JobView) -> tuple[Any, ...]:
     that an operator took away count is the engine's choice."""
     meta, worker = view.meta, view.worker if view.state is State.RUNNING else ""
     policy = (meta.retry_count, meta.unavailable_count, meta.priority, meta.context, meta.dlq_id)
+    people = (meta.ask, meta.cleared, meta.consents or {})
     history = [(past.number, past.worker, past.outcome, past.failure) for past in meta.history]
     identity = (view.job_id, view.task, view.tenant_id, view.payload, view.idempotency_key, view.trace_id)
     ended_with = view.failure if view.state in (State.RETRYING, State.DLQ_PENDING, State.DLQ_RECORDED) else None
-    return identity, view.state, view.attempt, worker, policy, history, ended_with
+    return identity, view.state, view.attempt, worker, policy, people, history, ended_with
 
 
 _WAY_OUT: Final[dict[State, tuple[State, ...]]] = {

@@ -7,10 +7,11 @@ the model checks that the choice was allowed, and follows it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
-from holdfast.core.job import Claim, Envelope, Lease, Receipt
+from holdfast.core.job import Ask, Claim, Consent, Envelope, Lease, Receipt
 from holdfast.core.states import FINAL, State, is_legal
 from holdfast.core.verdict import (
     TARGETS,
@@ -57,6 +58,10 @@ class ModelJob:
     taken_back: bool = False
     #: The token of the last settlement that was applied.
     settled: str = ""
+    #: What people are asked, while it waits for them; what they have allowed so far.
+    ask: Ask | None = None
+    cleared: str = ""
+    consents: dict[str, Consent] = field(default_factory=dict)
 
     @property
     def job_id(self) -> str:
@@ -76,6 +81,8 @@ class Model:
     now: int = 0
     jobs: dict[str, ModelJob] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
+    #: How many jobs of a tenant may run at a time.
+    limits: dict[str, int | None] = field(default_factory=dict)
 
     # Submitting ------------------------------------------------------------------------------------
 
@@ -86,7 +93,7 @@ class Model:
         if key in self.keys:
             return Receipt(self.keys[key], duplicate=True)
         state = State.WAITING_APPROVAL if envelope.hold else State.QUEUED
-        job = ModelJob(envelope, state, run_at=self.now + envelope.delay_ms)
+        job = ModelJob(envelope, state, run_at=self.now + envelope.delay_ms, ask=envelope.meta.ask)
         if envelope.delay_ms and not envelope.hold:
             job.due_at = job.run_at
         self.jobs[envelope.job_id] = job
@@ -102,6 +109,27 @@ class Model:
         """What a claim may give, and need not."""
         perhaps = {job.job_id for job in self.jobs.values() if job.perhaps_in_line}
         return self.ready() | self.due(in_pending=False) | perhaps
+
+    def room(self, tenant: str, *, at_most: bool) -> int:
+        """How many more of a tenant's jobs may run. Whether a retry in the pending list has kept its place is the
+        engine's choice."""
+        limit = self.limits.get(tenant)
+        if limit is None:
+            return len(self.jobs)
+        mine = [job for job in self.jobs.values() if job.envelope.tenant_id == tenant]
+        held = sum(job.lease is not None for job in mine)
+        kept = 0 if at_most else sum(job in mine for job in self.waiting(in_pending=True))
+        return max(0, limit - held - kept)
+
+    def least(self) -> int:
+        """How many jobs a claim has to give if it is asked for as many."""
+        mine = Counter(self.jobs[job_id].envelope.tenant_id for job_id in self.ready())
+        return sum(min(count, self.room(tenant, at_most=False)) for tenant, count in mine.items())
+
+    def backlog(self) -> tuple[int, int]:
+        """Jobs in line or running: at least, at most."""
+        running = sum(job.lease is not None for job in self.jobs.values())
+        return running + len(self.ready()), running + len(self.claimable())
 
     def waiting(self, *, in_pending: bool) -> list[ModelJob]:
         """Jobs with a due time; retries of a `pending` queue apart from the rest."""
@@ -179,7 +207,9 @@ class Model:
                 job.attempt -= not started
             case DeadLetter():
                 self._bury(job)
-            case Succeed() | Suspend() | Hold():
+            case Hold(ask=ask):
+                job.ask = ask
+            case Succeed() | Suspend():
                 pass
             case _:
                 assert_never(verdict)
@@ -192,9 +222,21 @@ class Model:
         state = self.jobs[job_id].state
         return is_legal(state, to) and expected in (None, state)
 
-    def move(self, job_id: str, to: State) -> State:
+    def expedite(self, job: ModelJob) -> None:
+        """A person overruled the time that it waits for."""
+        job.due_at = min(job.due_at or self.now, self.now)
+        job.run_at, job.asleep_until = min(job.run_at, self.now), min(job.asleep_until, self.now)
+        job.perhaps_in_line = not (self.pending and job.state is State.RETRYING)
+
+    def move(self, job_id: str, to: State, consent: Consent | None = None) -> State:
         job = self.jobs[job_id]
         came_from, job.state = job.state, to
+        if job.ask is not None and consent is not None and consent.approval_id == job.ask.approval_id:
+            if job.ask.name:
+                job.consents[job.ask.name] = consent
+            else:
+                job.cleared = job.ask.payload_hash
+        job.ask = None
         job.taken_back = job.taken_back or came_from is State.RUNNING
         job.lease, job.due_at, job.perhaps_in_line = None, None, False
         if to is State.QUEUED and max(job.run_at, job.asleep_until) > self.now:
@@ -214,6 +256,8 @@ class Model:
         assert claim.meta.retry_count == job.retry_count, "a retry was forgotten or invented"
         assert claim.payload == job.envelope.payload
         assert claim.tenant_id == job.envelope.tenant_id
+        assert (claim.meta.ask, claim.meta.cleared) == (None, job.cleared)
+        assert (claim.meta.consents or {}) == job.consents
         job.state, job.attempt = State.RUNNING, claim.attempt
         job.due_at, job.perhaps_in_line, job.taken_back, job.asleep_until = None, False, False, 0
         job.lease, job.expires_at = claim.lease, self.now + VISIBILITY_MS

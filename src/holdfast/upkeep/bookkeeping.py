@@ -1,4 +1,5 @@
-"""What keeps a ledger in step with its engine: projector, reconciler, archivist. For workers and `holdfast upkeep`.
+"""What keeps a ledger in step with its engine: projector, reconciler, archivist; and the courier, which tells
+others what the ledger has learned. For workers and `holdfast upkeep`.
 
 Any number of processes may run them: one projects a feed at a time, the others stand by.
 """
@@ -11,10 +12,14 @@ from collections.abc import Sequence
 from holdfast.engine.port import Engine
 from holdfast.ledger.port import Ledger
 from holdfast.settings import Settings
+from holdfast.upkeep.approvals import Registrar
 from holdfast.upkeep.archivist import Archivist
+from holdfast.upkeep.courier import Courier
 from holdfast.upkeep.projecting import Projecting
 from holdfast.upkeep.projector import Projector
 from holdfast.upkeep.reconciler import Reconciler
+from holdfast.upkeep.replays import Replays
+from holdfast.webhooks.messages import QUEUE
 
 
 class Bookkeeping:
@@ -32,6 +37,12 @@ class Bookkeeping:
     ) -> None:
         """Without queues named: all that the engine has. `project`: bring the feed over, too."""
         self._archivist = Archivist(ledger, settings)
+        self._replays = Replays(engine, ledger)
+        self._registrar = Registrar(engine, ledger)
+        self._courier = Courier(engine, ledger, settings) if settings.tells else None
+        if queues and settings.tells:
+            # Deliveries are jobs, too.
+            queues = (*queues, QUEUE)
         self._reconciler: Reconciler | None = None
         self._projecting: Projecting | None = None
         # Embedded there is nothing to bring over, and nothing that one could lose and the other have.
@@ -54,6 +65,10 @@ class Bookkeeping:
         if self._projecting is not None:
             self._projecting.start()
         self._tasks.append(asyncio.create_task(self._archivist.run()))
+        self._tasks.append(asyncio.create_task(self._replays.run()))
+        self._tasks.append(asyncio.create_task(self._registrar.run()))
+        if self._courier is not None:
+            self._tasks.append(asyncio.create_task(self._courier.run()))
         if self._reconciler is not None:
             self._tasks.append(asyncio.create_task(self._reconciler.run()))
 

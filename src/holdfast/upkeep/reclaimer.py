@@ -11,6 +11,7 @@ from typing import Final
 
 from holdfast.core.verdict import Release, Settlement
 from holdfast.engine.port import Engine
+from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
 from holdfast.upkeep.loop import Queues, forever
 
@@ -42,7 +43,11 @@ class Reclaimer:
     async def _turn(self) -> float:
         queues = await self._queues.now()
         batch = self._settings.reclaim_batch
-        claims = await self._engine.reclaim(self._incarnation, queues, batch)
+        try:
+            claims = await self._engine.reclaim(self._incarnation, queues, batch)
+        except EngineUnavailable:
+            self._engine.counts.reclaim_errors += 1
+            raise
         # What an earlier turn took over but could not give back, because the engine went away.
         claims += await self._engine.resume(self._incarnation, queues, {claim.lease.token for claim in claims})
         if claims:

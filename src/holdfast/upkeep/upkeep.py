@@ -18,6 +18,7 @@ from holdfast.engine.port import Due, Engine
 from holdfast.errors import EngineUnavailable
 from holdfast.ledger.port import Ledger
 from holdfast.settings import Settings
+from holdfast.upkeep.alarm import Alarm
 from holdfast.upkeep.bookkeeping import Bookkeeping
 from holdfast.upkeep.loop import Queues, forever
 from holdfast.upkeep.promoter import Promoter
@@ -42,6 +43,7 @@ class Upkeep:
         self._stopped = asyncio.Event()
         self._promoter = Promoter(engine, self._queues)
         self._pruner = Pruner(engine, self._queues)
+        self._alarm = Alarm(engine, self._queues, settings, ledger)
         self._reclaimer = Reclaimer(engine, self._queues, settings, self.incarnation)
 
     def stop(self) -> None:
@@ -50,7 +52,7 @@ class Upkeep:
 
     async def run(self) -> None:
         """Keep until stopped; no failure of the engine ends it."""
-        loops = [self._promoter.run(), self._pruner.run(), forever("listener", self._listen)]
+        loops = [self._promoter.run(), self._pruner.run(), self._alarm.run(), forever("listener", self._listen)]
         if self._settings.reclaim:
             loops.append(self._reclaimer.run())
         tasks = [asyncio.create_task(loop) for loop in loops]

@@ -19,8 +19,9 @@ from typing import Final
 
 import msgspec
 
-from holdfast.core.job import Claim, Failure
-from holdfast.core.verdict import Kind, Outcome, Raised, Returned
+from holdfast.core.job import Ask, Claim, Failure
+from holdfast.core.verdict import AskedApproval, Kind, Outcome, Raised, Returned
+from holdfast.observe.current import current
 from holdfast.worker.classify import raised
 from holdfast.worker.context import Context
 from holdfast.worker.locate import Place, load
@@ -39,11 +40,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A result, or a failure and its kind."""
+    """A result, a failure and its kind, or a question to people."""
 
     result: bytes | None = None
     kind: Kind | None = None
     failure: Failure | None = None
+    ask: Ask | None = None
+    message: str = ""
 
     @classmethod
     def of(cls, outcome: Outcome) -> Reply:
@@ -52,12 +55,16 @@ class Reply(msgspec.Struct, frozen=True):
                 return cls(result=result)
             case Raised(kind=kind, failure=failure):
                 return cls(kind=kind, failure=failure)
+            case AskedApproval(message=message, ask=ask):
+                return cls(message=message, ask=ask)
             case _:
                 raise TypeError(f"a child cannot end a run with {type(outcome).__name__}")
 
     def outcome(self) -> Outcome:
         if self.kind is not None and self.failure is not None:
             return Raised(self.kind, self.failure)
+        if self.ask is not None:
+            return AskedApproval(self.message, self.ask)
         return Returned(self.result or b"null")
 
 
@@ -99,6 +106,7 @@ def _load(place: Place) -> Plan | Raised:
 
 
 def _run(plan: Plan, claim: Claim, runner: asyncio.Runner) -> Outcome:
+    current.set(claim)
     context = Context(claim) if plan.context_name is not None else None
     try:
         if inspect.iscoroutinefunction(plan.function):

@@ -9,10 +9,12 @@ from typing import Final
 from holdfast.core.job import Failure
 from holdfast.core.verdict import (
     DEPENDENCY_UNAVAILABLE,
+    GUARD_DENIED,
     PROCESS_DIED,
     TASK_ERROR,
     TASK_FATAL,
     TASK_TIMEOUT,
+    AskedApproval,
     DeadLetter,
     GaveBack,
     Kind,
@@ -23,15 +25,20 @@ from holdfast.core.verdict import (
 )
 from holdfast.effects.steps import Asleep
 from holdfast.errors import (
+    Denied,
     EffectInDoubt,
     Fatal,
+    GuardFailed,
     HoldfastError,
     InvalidPayload,
+    NoLedger,
     StepMismatch,
     Unavailable,
     UnknownTask,
     UsageError,
 )
+from holdfast.guard.asking import Asked
+from holdfast.observe.redact import bounded
 from holdfast.worker.plan import Policy
 
 MESSAGE_LIMIT: Final = 2_000
@@ -49,9 +56,11 @@ _UNDECIDED: Final = (EffectInDoubt, StepMismatch)
 
 
 def ended(exc: BaseException, policy: Policy) -> Outcome:
-    """The user's code ended with this: it failed, or it sleeps."""
+    """The user's code ended with this: it failed, it asks people, or it sleeps."""
+    if (asked := _asked(exc)) is not None:
+        return AskedApproval(_said(str(asked)), asked.ask)
     if (asleep := _asleep(exc)) is not None:
-        return GaveBack(str(asleep), asleep.delay_ms, started=True)
+        return GaveBack(_said(str(asleep)), asleep.delay_ms, started=True)
     return raised(exc, policy)
 
 
@@ -63,7 +72,7 @@ def raised(exc: BaseException, policy: Policy) -> Raised:
     undecided = list(_undecided(exc))
     # A group's own message names no key; these do, and say what to do.
     message = "; ".join(map(_message, undecided))
-    return Raised(kind, Failure(undecided[0].code, _clean(message)[:MESSAGE_LIMIT], type_name(exc), _stack(exc)))
+    return Raised(kind, Failure(undecided[0].code, _said(message), type_name(exc), _stack(exc)))
 
 
 def left_undecided(verdict: Verdict, undecided: Mapping[str, str]) -> Verdict:
@@ -75,7 +84,7 @@ def left_undecided(verdict: Verdict, undecided: Mapping[str, str]) -> Verdict:
     message = "; ".join(str(EffectInDoubt(key, why)) for key, why in undecided.items())
     if said not in message:
         message = f"{message}; the run ended with {said}"
-    return Suspend(Failure(EffectInDoubt.code, message[:MESSAGE_LIMIT], error.type, error.stack))
+    return Suspend(Failure(EffectInDoubt.code, _said(message), error.type, error.stack))
 
 
 def misfit(exc: Exception) -> Raised:
@@ -98,6 +107,27 @@ def unknown_task(task: str, known: tuple[str, ...]) -> Raised:
     return Raised(Kind.MISFIT, Failure(UnknownTask.code, str(UnknownTask(task, known)), UnknownTask.__name__))
 
 
+def denied(exc: Denied) -> Raised:
+    """A guard says no to a job that was accepted, or came from elsewhere."""
+    return Raised(Kind.DENIED, Failure(GUARD_DENIED, _said(str(exc)), Denied.__name__))
+
+
+def guard_failed(exc: Exception) -> Raised:
+    """A guard could not look at a job, which therefore does not run: tried again like any failure of a run."""
+    if isinstance(exc, InvalidPayload):
+        return misfit(exc)
+    if isinstance(exc, NoLedger):
+        return nobody_to_ask(exc)
+    if isinstance(exc, Unavailable):
+        return Raised(Kind.UNAVAILABLE, failure(DEPENDENCY_UNAVAILABLE, exc))
+    return Raised(Kind.RETRYABLE, failure(GuardFailed.code, exc))
+
+
+def nobody_to_ask(exc: NoLedger) -> Raised:
+    """People are to decide, and there is no ledger to keep the question: it would wait for ever."""
+    return Raised(Kind.FATAL, failure(exc.code, exc))
+
+
 def timed_out(timeout_s: float) -> Raised:
     """It had its time; a retry may be quicker."""
     message = f"the task ran longer than its timeout of {timeout_s:g} s"
@@ -111,8 +141,8 @@ def process_died(exit_code: int | None) -> Raised:
 
 
 def failure(code: str, exc: BaseException) -> Failure:
-    """What is kept of an exception, bounded, and writable as UTF-8 whatever it holds."""
-    return Failure(code, _clean(_message(exc))[:MESSAGE_LIMIT], type_name(exc), _stack(exc))
+    """What is kept of an exception: bounded, without secrets, and writable as UTF-8 whatever it holds."""
+    return Failure(code, _said(_message(exc)), type_name(exc), _stack(exc))
 
 
 def type_name(exc: BaseException) -> str:
@@ -124,6 +154,15 @@ def type_name(exc: BaseException) -> str:
 def _payload_code(exc: Exception) -> str:
     # A user's own validator may raise anything.
     return exc.code if isinstance(exc, HoldfastError) else InvalidPayload.code
+
+
+def _asked(exc: BaseException) -> Asked | None:
+    """Of several questions at the same time the first is asked; one that others sleep beside is asked, too."""
+    if isinstance(exc, BaseExceptionGroup):
+        questions = [_asked(inner) for inner in exc.exceptions]
+        waiting = [question or _asleep(inner) for question, inner in zip(questions, exc.exceptions, strict=True)]
+        return next(filter(None, questions), None) if all(waiting) else None
+    return exc if isinstance(exc, Asked) else None
 
 
 def _asleep(exc: BaseException) -> Asleep | None:
@@ -180,7 +219,11 @@ def _stack(exc: BaseException) -> str:
     except Exception as broken:  # noqa: BLE001 - formatting calls the user's code
         return f"(its stack cannot be read: {type(broken).__name__})"
     # The end is kept: that is where it happened.
-    return _clean("".join(lines))[-STACK_LIMIT:]
+    return bounded(_clean("".join(lines)), STACK_LIMIT, end=True)
+
+
+def _said(message: str) -> str:
+    return bounded(_clean(message), MESSAGE_LIMIT)
 
 
 def _clean(text: str) -> str:

@@ -7,16 +7,19 @@ made for tasks that do not ask. Through it the task acts once (`effect`, `transa
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from holdfast.core.codec import PAYLOAD_LIMIT
-from holdfast.core.job import Claim
+from holdfast.core.job import Claim, Consent
 from holdfast.core.retry import Duration
+from holdfast.effects.calls import must_be_outside
 from holdfast.effects.doors import Blocking, EffectCall
 from holdfast.effects.steps import Steps
 from holdfast.effects.tools import Scope, Tools
 from holdfast.errors import RunOver, UsageError
+from holdfast.guard.asking import consent_or_ask
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,10 +28,11 @@ R = TypeVar("R")
 class Context:
     """One run of one job, as its function sees it."""
 
-    __slots__ = ("_claim", "_own_scope", "_steps", "cancelled")
+    __slots__ = ("_claim", "_made_at", "_own_scope", "_steps", "cancelled")
 
     def __init__(self, claim: Claim, tools: Tools | None = None) -> None:
         self._claim = claim
+        self._made_at = time.monotonic()
         self._own_scope = None if tools is None else Scope(claim, tools)
         self._steps: Steps | None = None
         #: True once the run is over from outside: cancelled, out of time, lease lost, or the worker drains.
@@ -74,8 +78,10 @@ class Context:
 
     @property
     def idempotency_key(self) -> str:
-        """The job's own key; its id if it was submitted without one."""
-        return self._claim.idempotency_key or self._claim.lease.job_id
+        """The job's own key; its id if it was submitted without one. A replayed job's is the first one's: its effects
+        that are named by it are still the same."""
+        replay = self._claim.meta.replay
+        return replay.key if replay is not None else self._claim.idempotency_key or self._claim.lease.job_id
 
     @property
     def run_key(self) -> str:
@@ -157,10 +163,32 @@ class Context:
         """
         await self._own_steps().sleep(duration)
 
+    async def approval(
+        self, name: str, details: Any = None, *, reason: str = "", quorum: int = 1, deadline: Duration | None = None
+    ) -> Consent:
+        """People's yes to the question `name`, with the details that they are shown (JSON).
+
+        Until `quorum` different people have said it the job is given back, and begins anew then; steps that are
+        behind it are not taken again. A no, or no answer within `deadline`, cancels the job. The yes is for these
+        details: with others it is another question, so take what you show from a step. As with `sleep`, the attempt
+        ends in an exception that is no `Exception`.
+        """
+        return self._ask(name, details, reason=reason, quorum=quorum, deadline=deadline)
+
     @property
     def blocking(self) -> Blocking:
-        """`effect`, `step` and `sleep` for plain functions, which run in a thread."""
-        return Blocking(self._scope("blocking"), self._own_steps())
+        """`effect`, `step`, `sleep` and `approval` for plain functions, which run in a thread."""
+        return Blocking(lambda: self._scope("blocking"), self._own_steps, self._ask)
+
+    def _ask(self, name: str, details: Any, *, reason: str, quorum: int, deadline: Duration | None) -> Consent:
+        must_be_outside("ctx.approval")
+        if self.cancelled:
+            raise RunOver(self.job_id, f"the approval {name!r}")
+        # The engine's clock, as the claim told it: a worker's own may be wrong by more than a deadline.
+        now_ms = self._claim.claimed_at_ms + round((time.monotonic() - self._made_at) * 1000)
+        return consent_or_ask(
+            self._claim, name, details, reason=reason, quorum=quorum, deadline=deadline, now_ms=now_ms
+        )
 
     def _own_steps(self) -> Steps:
         if self._steps is None:

@@ -95,7 +95,11 @@ class Fetcher:
         limit = min(self._space(), self._settings.reclaim_batch)
         if limit <= 0:
             return 0
-        claims = await self._engine.reclaim(self._worker, self._queues, limit)
+        try:
+            claims = await self._engine.reclaim(self._worker, self._queues, limit)
+        except EngineUnavailable:
+            self._engine.counts.reclaim_errors += 1
+            raise
         if claims:
             self._take(claims)
         return len(claims)

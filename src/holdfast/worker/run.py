@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from holdfast.core.job import Claim
 from holdfast.core.verdict import Settlement
+from holdfast.observe.tracing import RunTrace
 from holdfast.worker.context import Context
 from holdfast.worker.plan import Plan
 
@@ -25,7 +26,21 @@ class Stop(Enum):
 class Run:
     """A claim and where it stands. Compared by identity: one worker may meet the same job twice."""
 
-    __slots__ = ("begun", "claim", "context", "ended", "judged", "plan", "settlement", "stopped", "task", "timer")
+    __slots__ = (
+        "began_at",
+        "begun",
+        "claim",
+        "context",
+        "ended",
+        "judged",
+        "plan",
+        "settlement",
+        "stopped",
+        "task",
+        "timer",
+        "took_s",
+        "trace",
+    )
 
     def __init__(self, claim: Claim, plan: Plan) -> None:
         self.claim = claim
@@ -34,6 +49,11 @@ class Run:
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.settlement: Settlement | None = None
+        #: When it got its slot, by `perf_counter` (0: it never did), and how long it took from there to its verdict.
+        self.began_at = 0.0
+        self.took_s = 0.0
+        #: Its span, where runs are traced.
+        self.trace: RunTrace | None = None
         #: The user's code has been called.
         self.begun = False
         self.stopped: Stop | None = None

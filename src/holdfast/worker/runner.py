@@ -16,14 +16,28 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import copy_context
 from random import Random
+from time import perf_counter
 from typing import Final, assert_never
 
 from holdfast.core.job import Claim
-from holdfast.core.verdict import GaveBack, Outcome, Returned, Settlement, judge
+from holdfast.core.verdict import AskedApproval, GaveBack, Outcome, Returned, Settlement, judge
 from holdfast.effects.tools import Tools
+from holdfast.errors import Denied, NoLedger
+from holdfast.guard.gate import Gate
+from holdfast.observe.current import current
+from holdfast.observe.tracing import Tracer
 from holdfast.worker.children import Children
-from holdfast.worker.classify import left_undecided, raised, timed_out, unknown_task
+from holdfast.worker.classify import (
+    denied,
+    guard_failed,
+    left_undecided,
+    nobody_to_ask,
+    raised,
+    timed_out,
+    unknown_task,
+)
 from holdfast.worker.context import Context
 from holdfast.worker.perform import perform, perform_sync
 from holdfast.worker.plan import Mode, Plan, Policy
@@ -54,6 +68,8 @@ class Runner:
         concurrency: int,
         *,
         tools: Tools | None = None,
+        gate: Gate | None = None,
+        tracer: Tracer | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
         random: Random | None = None,
     ) -> None:
@@ -70,6 +86,9 @@ class Runner:
         self._held = held
         #: What effects and steps need; without it tasks have none.
         self._tools = tools
+        #: Guards that see what nobody has cleared, and a place for people's answers; without it there are none.
+        self._gate = gate
+        self._tracer = tracer
         self._cancel_grace_s = cancel_grace_s
         self._random = random or Random()
         self._loop = asyncio.get_running_loop()
@@ -128,6 +147,42 @@ class Runner:
     def _start(self, run: Run) -> None:
         self.running += 1
         self.started += 1
+        run.began_at = perf_counter()
+        if self._tracer is not None:
+            run.trace = self._tracer.begin(run.claim)
+        if self._gate is None or self._gate.cleared(run.claim):
+            self._begin(run)
+        else:
+            run.task = self._loop.create_task(self._show(run, self._gate))
+
+    async def _show(self, run: Run, gate: Gate) -> None:
+        """To the guards; what they allow begins."""
+        outcome: Outcome | None = None
+        # From here on `stop` cancels this task, as it would the job's own.
+        run.begun = True
+        try:
+            found = await gate.look(run.claim, self.now_ms)
+        except asyncio.CancelledError:
+            outcome = _NOT_STARTED
+        except GeneratorExit:
+            self._free(run)
+            raise
+        except Exception as exc:  # noqa: BLE001 - the user's code
+            outcome = guard_failed(exc)
+        else:
+            if isinstance(found, Denied):
+                outcome = denied(found)
+            elif found is not None:
+                outcome = AskedApproval(found.reason, found)
+        if outcome is None and run.stopped is not None:
+            outcome = _NOT_STARTED
+        run.begun, run.task = False, None
+        if outcome is None:
+            self._begin(run)
+        else:
+            self._finish(run, outcome)
+
+    def _begin(self, run: Run) -> None:
         plan = run.plan
         if plan.context_name is not None:
             run.context = Context(run.claim, self._tools)
@@ -148,6 +203,10 @@ class Runner:
             self._finish(run, _NOT_STARTED)
             return
         run.begun = True
+        # Of this task alone.
+        current.set(run.claim)
+        if run.trace is not None:
+            run.trace.enter()
         try:
             outcome = await perform(run.plan, run.claim, run.context)
         except GeneratorExit:
@@ -157,11 +216,19 @@ class Runner:
         self._finish(run, outcome)
 
     def _run_in_thread(self, run: Run) -> None:
-        outcome = perform_sync(run.plan, run.claim, run.context)
+        # The thread is used again: what is set here must not be seen by its next run.
+        outcome = copy_context().run(self._perform_sync, run)
         try:
             self._loop.call_soon_threadsafe(self._finish, run, outcome)
         except RuntimeError:
             _log.warning("job %s: its thread ended after the worker; what it returned is lost", run.claim.job_id)
+
+    @staticmethod
+    def _perform_sync(run: Run) -> Outcome:
+        current.set(run.claim)
+        if run.trace is not None:
+            run.trace.enter()
+        return perform_sync(run.plan, run.claim, run.context)
 
     async def _run_in_process(self, run: Run) -> None:
         if run.stopped is not None:
@@ -183,10 +250,16 @@ class Runner:
 
     def _judge(self, run: Run, outcome: Outcome) -> None:
         run.judged = True
+        if run.began_at:
+            run.took_s = perf_counter() - run.began_at
         policy = run.plan.policy
+        if isinstance(outcome, AskedApproval) and (self._gate is None or not self._gate.can_ask):
+            outcome = nobody_to_ask(NoLedger("an approval"))
         verdict = judge(run.claim, outcome, policy.retry, policy.on_exhausted, self._random, self.now_ms)
         if run.context is not None:
             verdict = left_undecided(verdict, run.context.undecided)
+        if run.trace is not None:
+            run.trace.end(verdict)
         self._settler.put(run, Settlement(run.claim, verdict, self.now_ms()))
 
     def _free(self, run: Run) -> None:
@@ -255,6 +328,8 @@ class Runner:
         if run.settlement is not None:
             return
         run.judged = True
+        if run.trace is not None:
+            run.trace.lose()
         self._held.discard(run)
         if run in self._line:
             self._line.remove(run)

@@ -17,7 +17,9 @@ from holdfast.core.backoff import Backoff
 from holdfast.core.verdict import Answer, DeadLetter, Settlement, Suspend
 from holdfast.engine.port import MAX_BATCH, Engine
 from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.observe.current import about
 from holdfast.worker.run import Held, Run
+from holdfast.worker.tally import count_runs
 
 _log: Final = logging.getLogger("holdfast.worker")
 
@@ -103,6 +105,7 @@ class Settler:
             self._held.difference_update(runs)
             return
         self._held.difference_update(runs)
+        count_runs(self._engine.counts, runs, answers)
         self._note(settlements, answers)
 
     async def _until_answered(self, settlements: Sequence[Settlement]) -> list[Answer]:
@@ -125,8 +128,16 @@ class Settler:
                 _log.warning(
                     "the verdict on job %s came too late: the lease was lost, nothing was changed",
                     settlement.claim.job_id,
+                    extra=about(settlement.claim),
                 )
             elif isinstance(settlement.verdict, DeadLetter | Suspend):
                 failure = settlement.verdict.failure
                 became = "failed for good" if isinstance(settlement.verdict, DeadLetter) else "is suspended"
-                _log.warning("job %s %s: %s: %s", settlement.claim.job_id, became, failure.code, failure.message)
+                _log.warning(
+                    "job %s %s: %s: %s",
+                    settlement.claim.job_id,
+                    became,
+                    failure.code,
+                    failure.message,
+                    extra=about(settlement.claim),
+                )

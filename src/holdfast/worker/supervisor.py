@@ -13,7 +13,7 @@ import logging
 import signal
 import time
 from asyncio.subprocess import Process
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from holdfast.core.backoff import Backoff
@@ -32,10 +32,13 @@ _EXTRA_S: Final = 15.0
 class Supervisor:
     """Keeps `processes` copies of a command running. `run` returns when it was stopped and all have ended."""
 
-    def __init__(self, command: Sequence[str], processes: int, drain_grace_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str] | Callable[[int], Sequence[str]], processes: int, drain_grace_s: float
+    ) -> None:
+        """`command` is the same for all, or made for the number of each process."""
         if processes < 1:
             raise InvalidOption(f"processes must be 1 or more, got {processes!r}")
-        self._command = tuple(command)
+        self._command = command if callable(command) else lambda _: command
         self._processes = processes
         self._patience_s = drain_grace_s + _EXTRA_S
         self._alive: set[Process] = set()
@@ -91,7 +94,7 @@ class Supervisor:
         """Its exit code; None if it could not be started."""
         # A session of its own: Ctrl-C reaches a whole process group, and with ours as the second signal it would hurry.
         try:
-            process = await asyncio.create_subprocess_exec(*self._command, start_new_session=True)
+            process = await asyncio.create_subprocess_exec(*self._command(number), start_new_session=True)
         except OSError as exc:
             _log.error("worker process %d cannot be started: %s", number, exc)
             return None

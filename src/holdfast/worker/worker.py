@@ -16,7 +16,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from uuid import uuid4
 
 from holdfast.core.backoff import Backoff
@@ -24,9 +24,13 @@ from holdfast.core.job import DEFAULT_QUEUE, JobView, Lease
 from holdfast.effects.tools import Tools
 from holdfast.engine.port import Control, Engine
 from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.guard.gate import Gate
 from holdfast.ledger.port import Ledger
 from holdfast.observe.counts import Counts
+from holdfast.observe.current import about
+from holdfast.observe.tracing import tracer_for
 from holdfast.settings import Settings
+from holdfast.upkeep.alarm import Alarm
 from holdfast.upkeep.bookkeeping import Bookkeeping
 from holdfast.upkeep.loop import Queues
 from holdfast.upkeep.promoter import Promoter
@@ -40,6 +44,9 @@ from holdfast.worker.renewer import Listener, Renewer
 from holdfast.worker.run import Held, Run, Stop
 from holdfast.worker.runner import CANCEL_GRACE_S, Runner
 from holdfast.worker.settler import Settler
+
+if TYPE_CHECKING:
+    from holdfast.worker.postman import Postman
 
 _log: Final = logging.getLogger("holdfast.worker")
 
@@ -67,6 +74,7 @@ class App(Protocol):
     def engine(self) -> Engine: ...
     @property
     def ledger_port(self) -> Ledger | None: ...
+    def gate(self, ledger: Ledger | None) -> Gate | None: ...
     async def open(self) -> None: ...
 
 
@@ -195,6 +203,8 @@ class Worker(Listener):
             self._held,
             self.concurrency,
             tools=self._tools(engine),
+            gate=self._app.gate(self._app.ledger_port),
+            tracer=tracer_for(self._app.settings.tracing),
             cancel_grace_s=self._cancel_grace_s,
         )
         fetcher = self._fetcher = Fetcher(
@@ -205,6 +215,7 @@ class Worker(Listener):
         fetching = asyncio.create_task(fetcher.run())
         helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
         bookkeeping = self._start_bookkeeping(engine)
+        postman = self._start_postman(engine)
 
         async def end() -> None:
             ending = Ending(self._held, self._app.settings, self._hurrying, self._cancel_grace_s)
@@ -217,6 +228,9 @@ class Worker(Listener):
                 if bookkeeping is not None:
                     # To the last: what this worker settles while it drains may still reach the ledger.
                     last.push_async_callback(bookkeeping.stop)
+                if postman is not None:
+                    postman.drain()
+                    last.push_async_callback(postman.stop, self._hurrying)
                 await _end([fetching, *helpers])
                 await ending.finish(runner, fetcher, settler)
 
@@ -272,7 +286,10 @@ class Worker(Listener):
             return []
         queues = Queues(engine, self._queues)
         self._promoter = Promoter(engine, queues)
-        return [asyncio.create_task(self._promoter.run()), asyncio.create_task(Pruner(engine, queues).run())]
+        # All queues, not only ours: one that no worker serves grows, too.
+        alarm = Alarm(engine, Queues(engine, ()), self._app.settings, self._app.ledger_port)
+        loops = (self._promoter.run(), Pruner(engine, queues).run(), alarm.run())
+        return [asyncio.create_task(loop) for loop in loops]
 
     def _start_bookkeeping(self, engine: Engine) -> Bookkeeping | None:
         ledger = self._app.ledger_port
@@ -283,6 +300,16 @@ class Worker(Listener):
         bookkeeping = Bookkeeping(engine, ledger, settings, name=self.incarnation, project=settings.projector)
         bookkeeping.start()
         return bookkeeping
+
+    def _start_postman(self, engine: Engine) -> Postman | None:
+        if self._app.ledger_port is None or not self._upkeep or not self._app.settings.tells:
+            return None
+        # Here: it is a worker itself.
+        from holdfast.worker.postman import Postman
+
+        postman = Postman(engine, self._app.settings)
+        postman.start()
+        return postman
 
     async def _housekeep(self) -> None:
         while not self._has_had_enough():
@@ -318,14 +345,16 @@ class Worker(Listener):
         # Counted here and nowhere else: to the engine, a lease that was settled a moment ago looks the same.
         self.counts.leases_lost += len(runs)
         for run in runs:
-            _log.warning("the lease on job %s is lost; its run is stopped", run.claim.job_id)
+            _log.warning("the lease on job %s is lost; its run is stopped", run.claim.job_id, extra=about(run.claim))
         self._lose(runs)
 
     def cancelled(self, leases: Sequence[Lease]) -> None:
         """An operator moved these jobs: end those runs."""
         runs = self._runs(leases)
         for run in runs:
-            _log.info("job %s was taken away by an operator; its run is stopped", run.claim.job_id)
+            _log.info(
+                "job %s was taken away by an operator; its run is stopped", run.claim.job_id, extra=about(run.claim)
+            )
         self._lose(runs)
 
     def controlled(self, queue: str, control: Control) -> None:

@@ -14,7 +14,8 @@ import msgspec
 
 from holdfast.core.job import Claim
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Lane
+from holdfast.engine.redis.client import Purpose
+from holdfast.engine.redis.keys import WIDTH
 from holdfast.engine.redis.store import Store
 
 #: Adopted in one step; foreign messages are rare and their arguments many.
@@ -71,7 +72,8 @@ class Adopter:
                 name = keys.idempotency(adoption.body.tenant_id, adoption.explicit_key)
                 key_index = key_indexes.setdefault(name, len(adoptions) + len(key_indexes) + 1)
             arguments += adoption.arguments(key_index)
-        words = await store.run(Lane.CLAIM, "adopt", queue, [*names, *key_indexes], arguments)
+        lanes = {message.line // WIDTH for message in messages} - {0}
+        words = await store.run_on_lines(Purpose.CLAIM, "adopt", queue, [*names, *key_indexes], arguments, lanes)
         claims: list[Claim] = []
         clashes: list[Delivery] = []
         for adoption, message, word in zip(adoptions, messages, words, strict=True):
@@ -84,6 +86,8 @@ class Adopter:
                 store.counts.malformed += 1
             elif word == b"duplicate":
                 store.counts.skipped += 1
+            elif word == b"waits":
+                store.counts.not_due += 1
         if clashes:
             # A malformed message under a known job's id is a dead letter under an id of its own.
             await self._adopt(worker, queue, clashes, now_ms, keep_ids=False)

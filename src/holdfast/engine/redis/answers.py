@@ -11,7 +11,7 @@ import hiredis
 
 from holdfast.core.job import JobView
 from holdfast.core.states import FINAL
-from holdfast.engine.redis.client import Lane, translate
+from holdfast.engine.redis.client import Purpose, translate
 from holdfast.engine.redis.connection import Subscription
 from holdfast.engine.redis.store import Store
 from holdfast.errors import EngineUnavailable
@@ -70,7 +70,7 @@ class Answers:
         if first:
             await _subscribe(subscription, channel)
         try:
-            await self._store.client.call(Lane.OTHER, b"HSET", self._store.keys(queue).waiters, job_id, 1)
+            await self._store.client.call(Purpose.OTHER, b"HSET", self._store.keys(queue).waiters, job_id, 1)
         except EngineUnavailable as exc:
             # Full, or read-only: nobody will call us, but we can still look.
             _log.debug("waiting for job %s by looking now and then: %s", job_id, exc)
@@ -78,7 +78,7 @@ class Answers:
     async def _forget(self, queue: str, job_id: str) -> None:
         """The job had ended when we asked to be told: nobody else would take our name off the list."""
         try:
-            await self._store.client.call(Lane.OTHER, b"HDEL", self._store.keys(queue).waiters, job_id)
+            await self._store.client.call(Purpose.OTHER, b"HDEL", self._store.keys(queue).waiters, job_id)
         except EngineUnavailable as exc:
             _log.debug("job %s stays on the list of awaited jobs: %s", job_id, exc)
 

@@ -18,12 +18,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import hiredis
 
 from holdfast.core.states import MOVES
+from holdfast.engine.port import MAX_TENANTS
 from holdfast.engine.redis.connection import Address, Connection, NoReply, Subscription
 from holdfast.errors import EngineRefused, EngineUnavailable, InvalidOption
 
 
-class Lane(StrEnum):
-    """Purposes that must not wait for each other."""
+class Purpose(StrEnum):
+    """What a connection is for: calls of one purpose must not wait for those of another."""
 
     SUBMIT = "submit"
     CLAIM = "claim"
@@ -61,14 +62,13 @@ class ConnectionLost(EngineUnavailable):
 
 
 class Script:
-    """One Lua file, with the common part and the state table before it."""
+    """One Lua file, with the common parts and the state table before it."""
 
     def __init__(self, name: str) -> None:
         folder = files("holdfast.engine.redis") / "lua"
-        common = (folder / "_common.lua").read_text()
-        text = (folder / f"{name}.lua").read_text()
+        parts = [(folder / f"{part}.lua").read_text() for part in ("_common", "_lanes", name)]
         self.name = name
-        self.source = f"{_state_tables()}\n{common}\n{text}".encode()
+        self.source = "\n".join([_constants(), *parts]).encode()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
 
 
@@ -84,22 +84,22 @@ class Client:
         self._locate = locate
         self._connect_timeout_s = connect_timeout_s
         self._reply_timeout_s = reply_timeout_s
-        self._connections: dict[Lane, Connection] = {}
-        self._opening: dict[Lane, asyncio.Lock] = {}
+        self._connections: dict[Purpose, Connection] = {}
+        self._opening: dict[Purpose, asyncio.Lock] = {}
         #: For calls that block: at rest, and in use.
         self._spare: list[Connection] = []
         self._lent: set[Connection] = set()
 
-    async def connect(self, lane: Lane) -> Connection:
-        """The lane's connection, opened anew if it is not usable."""
-        connection = self._connections.get(lane)
+    async def connect(self, purpose: Purpose) -> Connection:
+        """The purpose's connection, opened anew if it is not usable."""
+        connection = self._connections.get(purpose)
         if connection is not None and connection.usable:
             return connection
-        async with self._opening.setdefault(lane, asyncio.Lock()):
-            connection = self._connections.get(lane)
+        async with self._opening.setdefault(purpose, asyncio.Lock()):
+            connection = self._connections.get(purpose)
             if connection is None or not connection.usable:
                 connection = await self._open(Connection)
-                self._connections[lane] = connection
+                self._connections[purpose] = connection
             return connection
 
     async def subscription(self, on_message: Callable[[bytes], None]) -> Subscription:
@@ -109,30 +109,30 @@ class Client:
         connection.on_message = on_message
         return connection
 
-    async def call(self, lane: Lane, *command: Any, blocks_s: float = 0.0) -> Any:
+    async def call(self, purpose: Purpose, *command: Any, blocks_s: float = 0.0) -> Any:
         """One command; driver errors become holdfast's."""
-        connection = self._connections.get(lane)
+        connection = self._connections.get(purpose)
         if connection is None or not connection.usable:
-            connection = await self.connect(lane)
+            connection = await self.connect(purpose)
         try:
             return await connection.call(*command, blocks_s=blocks_s)
         except (OSError, hiredis.ReplyError) as exc:
-            raise self._failed(lane, exc) from exc
+            raise self._failed(purpose, exc) from exc
 
-    async def run(self, lane: Lane, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
+    async def run(self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
         """One script; loaded when the server does not know it."""
-        connection = self._connections.get(lane)
+        connection = self._connections.get(purpose)
         if connection is None or not connection.usable:
-            connection = await self.connect(lane)
+            connection = await self.connect(purpose)
         try:
             return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
         except hiredis.ReplyError as exc:
             if not str(exc).startswith("NOSCRIPT"):
-                raise self._failed(lane, exc) from exc
+                raise self._failed(purpose, exc) from exc
         except OSError as exc:
-            raise self._failed(lane, exc) from exc
-        await self.call(lane, b"SCRIPT", b"LOAD", script.source)
-        return await self.call(lane, b"EVALSHA", script.sha, len(keys), *keys, *arguments)
+            raise self._failed(purpose, exc) from exc
+        await self.call(purpose, b"SCRIPT", b"LOAD", script.source)
+        return await self.call(purpose, b"EVALSHA", script.sha, len(keys), *keys, *arguments)
 
     async def call_apart(self, *command: Any, blocks_s: float) -> Any:
         """One command that blocks, on a connection that nobody else uses meanwhile."""
@@ -154,9 +154,9 @@ class Client:
         self._spare.append(connection)
         return reply
 
-    def drop(self, lane: Lane) -> None:
-        """Close one lane's connection; the next call opens another."""
-        connection = self._connections.pop(lane, None)
+    def drop(self, purpose: Purpose) -> None:
+        """Close one purpose's connection; the next call opens another."""
+        connection = self._connections.pop(purpose, None)
         if connection is not None:
             connection.close()
 
@@ -174,13 +174,13 @@ class Client:
         except (OSError, TimeoutError, hiredis.ReplyError) as exc:
             raise translate(exc) from exc
 
-    def _failed(self, lane: Lane, exc: Exception) -> EngineUnavailable:
+    def _failed(self, purpose: Purpose, exc: Exception) -> EngineUnavailable:
         error = translate(exc)
         if isinstance(exc, ConnectionError) and not isinstance(exc, NoReply):
             error = ConnectionLost(str(error))
         if isinstance(exc, OSError) or "READONLY" in str(exc):
             # A replica stays one: ask again where the master is.
-            self.drop(lane)
+            self.drop(purpose)
         return error
 
 
@@ -230,11 +230,11 @@ def _tls(query: dict[str, str]) -> ssl.SSLContext:
     return context
 
 
-def _state_tables() -> str:
-    """The transition table as Lua, so that scripts never type it again."""
+def _constants() -> str:
+    """The transition table and the number of lanes as Lua, so that scripts never type them again."""
     moves = (
         f"{state} = {{ {', '.join(f'{target} = true' for target in sorted(targets))} }}"
         for state, targets in MOVES.items()
         if state is not None
     )
-    return f"local MOVES = {{ {', '.join(moves)} }}"
+    return f"local MOVES = {{ {', '.join(moves)} }}\nlocal LANES = {MAX_TENANTS}"

@@ -8,7 +8,7 @@ from typing import Final
 
 from holdfast.engine.port import Finding
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Lane, ScriptError
+from holdfast.engine.redis.client import Purpose, ScriptError
 from holdfast.engine.redis.keys import PARKING
 from holdfast.engine.redis.store import Store
 from holdfast.errors import EngineUnavailable
@@ -37,13 +37,13 @@ class Diagnosis:
         return findings + [await self._consumers(queue) for queue in queues]
 
     async def _info(self) -> dict[str, str]:
-        text: bytes = await self._store.client.call(Lane.OTHER, b"INFO")
+        text: bytes = await self._store.client.call(Purpose.OTHER, b"INFO")
         pairs = (line.partition(":") for line in text.decode().splitlines() if ":" in line)
         return {name: value for name, _, value in pairs}
 
     async def _config(self, name: str) -> str | None:
         try:
-            reply = await self._store.client.call(Lane.OTHER, b"CONFIG", b"GET", name)
+            reply = await self._store.client.call(Purpose.OTHER, b"CONFIG", b"GET", name)
         except EngineUnavailable:
             return None  # managed servers hide CONFIG, or forbid it (NOPERM)
         return reply[1].decode() if reply else None
@@ -95,10 +95,10 @@ class Diagnosis:
     async def _consumers(self, queue: str) -> Finding:
         dead = 0
         enough = 10 * self._store.options.visibility_timeout_ms
-        for stream in self._store.keys(queue).streams:
+        for _, stream in await self._store.lines_in_use(queue, Purpose.OTHER):
             try:
                 rows = await self._store.client.call(
-                    Lane.OTHER, b"XINFO", b"CONSUMERS", stream, self._store.names.group
+                    Purpose.OTHER, b"XINFO", b"CONSUMERS", stream, self._store.names.group
                 )
             except ScriptError:
                 continue

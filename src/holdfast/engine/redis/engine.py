@@ -4,11 +4,13 @@ Correctness lives in `lua/`, one script per verb; the modules beside this one bu
 and read its reply.
 
     intake     submit
-    leases     claim · resume · renew · reclaim · leave
+    leases     claim · take · resume · renew · reclaim · leave
     adoption   foreign messages become jobs
     settling   settle
-    operators  move · set_control
-    readers    get · find · stats · listen · feed · prune
+    operators  move · expedite
+    controls   control · set_control
+    readers    get · find · stats · workers · listen · feed · prune
+    lanes      what is known of the tenants' parts of a queue
     recovery   survey · restore · remember_keys
     answers    wait_final
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final
 
-from holdfast.core.job import Claim, Envelope, Failure, JobView, Lease, Receipt
+from holdfast.core.job import Claim, Consent, Envelope, Failure, JobView, Lease, Receipt
 from holdfast.core.states import State
 from holdfast.core.verdict import POISON_PILL, Answer, DeadLetter, Settlement
 from holdfast.engine.port import (
@@ -32,11 +34,13 @@ from holdfast.engine.port import (
     Promotion,
     QueueStats,
     Survey,
+    WorkerView,
     feed_finding,
 )
 from holdfast.engine.redis.answers import Answers
-from holdfast.engine.redis.client import Client, Lane, parse_url
+from holdfast.engine.redis.client import Client, Purpose, parse_url
 from holdfast.engine.redis.connection import Address
+from holdfast.engine.redis.controls import Controls, Hand
 from holdfast.engine.redis.diagnosis import Diagnosis
 from holdfast.engine.redis.intake import Intake
 from holdfast.engine.redis.keys import Names
@@ -78,6 +82,7 @@ class RedisEngine(Engine):
         self._leases = Leases(self._store)
         self._settling = Settling(self._store)
         self._operators = Operators(self._store)
+        self._controls = Controls(self._store)
         self._readers = Readers(self._store)
         self._recovery = Recovery(self._store)
         self._answers = Answers(self._store, self._get_one)
@@ -146,15 +151,17 @@ class RedisEngine(Engine):
         count, next_due_at_ms, now_ms = 0, 0, 0
         for queue in queues:
             keys = self._store.keys(queue)
-            now, due, *members = await self._store.run(Lane.OTHER, "due", queue, [keys.delayed, keys.retry], [limit])
+            now, due, *members = await self._store.run(Purpose.OTHER, "due", queue, [keys.delayed, keys.retry], [limit])
             now_ms = int(now)
             if due and (not next_due_at_ms or int(due) < next_due_at_ms):
                 next_due_at_ms = int(due)
             jobs = [(job_id, name) for ids, name in zip(members, ("delayed", "retry"), strict=True) for job_id in ids]
             if jobs:
-                names = [*keys.streams, keys.delayed, keys.retry, *(keys.job(job_id.decode()) for job_id, _ in jobs)]
-                arguments = [len(jobs), *(part for job in jobs for part in job)]
-                count += await self._store.run(Lane.OTHER, "promote", queue, names, arguments)
+                names = [*keys.streams, keys.delayed, keys.retry, keys.control, keys.wake, keys.lanes]
+                names += [keys.job(job_id.decode()) for job_id, _ in jobs]
+                arguments = [self._names.group, len(jobs), *(part for job in jobs for part in job)]
+                lanes = self._store.lanes(queue).all()
+                count += await self._store.run_on_lines(Purpose.OTHER, "promote", queue, names, arguments, lanes)
         self.counts.promoted += count
         return Promotion(count, next_due_at_ms, now_ms)
 
@@ -176,15 +183,41 @@ class RedisEngine(Engine):
     # Operators -------------------------------------------------------------------------------------
 
     async def move(
-        self, queue: str, job_id: str, to: State, *, actor: str, reason: str, expected: State | None = None
+        self,
+        queue: str,
+        job_id: str,
+        to: State,
+        *,
+        actor: str,
+        reason: str,
+        expected: State | None = None,
+        event: str = "",
+        consent: Consent | None = None,
+        audit: str = "",
     ) -> State:
-        return await self._operators.move(queue, job_id, to, actor=actor, reason=reason, expected=expected)
+        hand = Hand(actor, reason, audit)
+        return await self._operators.move(queue, job_id, to, hand, expected, event, consent)
 
     async def control(self, queue: str) -> Control:
-        return await self._readers.control(queue)
+        return await self._controls.get(queue)
 
-    async def set_control(self, queue: str, control: Control) -> None:
-        await self._operators.set_control(queue, control)
+    async def set_control(
+        self,
+        queue: str,
+        control: Control,
+        *,
+        expected: Control | None = None,
+        actor: str = "",
+        reason: str = "",
+        audit: str = "",
+    ) -> None:
+        await self._controls.set(queue, control, expected, Hand(actor, reason, audit))
+
+    async def expedite(self, queue: str, job_id: str, *, actor: str, reason: str, audit: str = "") -> None:
+        await self._operators.expedite(queue, job_id, Hand(actor, reason, audit))
+
+    async def take(self, worker: str, queue: str, job_id: str) -> Claim:
+        return await self._leases.take(worker, queue, job_id)
 
     # Readers ---------------------------------------------------------------------------------------
 
@@ -199,6 +232,9 @@ class RedisEngine(Engine):
 
     async def stats(self, queue: str) -> QueueStats:
         return await self._readers.stats(queue)
+
+    async def workers(self, queues: Sequence[str]) -> list[WorkerView]:
+        return await self._readers.workers(queues)
 
     async def queues(self) -> list[str]:
         return await self._readers.queues()

@@ -209,6 +209,27 @@ def _moved(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
         yield _step(job_id, *states, at_ms, tenant, worker, details, int(attempt), int(retries))
 
 
+def _told(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
+    """Operators' moves, what they mean, and the operators' log."""
+    for kind, job_id, from_state, target, attempt, retries, data, tenant in _strides(moves, 8):
+        details = msgspec.json.decode(data) if data else None
+        if target:
+            states = State(from_state), State(target)
+            event = _step(job_id, *states, at_ms, tenant, worker, details, int(attempt), int(retries))
+            yield msgspec.structs.replace(event, type=kind) if kind else event
+            continue
+        yield Event(
+            type=kind,
+            job_id=job_id,
+            at_ms=at_ms,
+            tenant_id=tenant or DEFAULT_TENANT,
+            attempt=int(attempt),
+            retry_count=int(retries),
+            message=(details or {}).get("reason") or "",
+            data=details,
+        )
+
+
 def _restored(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for job_id, from_state, to_state, attempt, retries, due_at_ms, tenant in moves:
         yield Event(
@@ -276,6 +297,7 @@ _READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
     "reclaimed": _reclaimed,
     "retaken": _retaken,
     "moved": _moved,
+    "told": _told,
     "restored": _restored,
     "heartbeat": _heartbeat,
 }

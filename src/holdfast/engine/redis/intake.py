@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Final
 
 from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Envelope, Priority, Receipt
-from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_PAUSED, MAX_BATCH
+from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_FULL, INTAKE_PAUSED, MAX_BATCH
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import ConnectionLost, Lane
+from holdfast.engine.redis.client import ConnectionLost, Purpose
 from holdfast.engine.redis.keys import Keys
 from holdfast.engine.redis.store import Store
-from holdfast.errors import FeedFull, FeedUnread, IntakeRefused
+from holdfast.errors import FeedFull, FeedUnread, IntakeLimited, IntakeRefused
 
 
 class Intake:
@@ -39,23 +40,28 @@ class Intake:
         store = self._store
         await store.introduce(queue)
         keys, options = store.keys(queue), store.options
-        names = [*keys.streams, keys.feed, keys.delayed, keys.held, keys.control, keys.notices]
+        names = [*keys.streams, keys.feed, keys.delayed, keys.held, keys.control, keys.notices, keys.wake, keys.lanes]
         names += [keys.job(envelope.job_id) for envelope in envelopes]
         width, jobs, key_names = _plain(envelopes) or _full(keys, envelopes)
         names += key_names
         durable = [position for position, envelope in enumerate(envelopes, 1) if envelope.durable]
         arguments = [store.nonce(), store.feed_limit, options.feed_max_bytes, len(envelopes), width, wire.pack(jobs)]
-        arguments += (int(options.ledger), wire.pack(durable) if durable else b"")
+        arguments += (int(options.ledger), wire.pack(durable) if durable else b"", store.names.group)
+        lanes = store.lanes(queue).for_submission({envelope.tenant_id for envelope in envelopes})
+        call = partial(store.run_on_lines, Purpose.SUBMIT, "submit", queue, names, arguments, lanes)
         try:
-            reply = await store.run(Lane.SUBMIT, "submit", queue, names, arguments)
+            reply = await call()
         except ConnectionLost:
             # Once more, over a new connection: the job ids make a second copy harmless, and a caller who tried
             # again by itself would make new ones.
-            reply = await store.run(Lane.SUBMIT, "submit", queue, names, arguments)
+            reply = await call()
         return self._receipts(queue, envelopes, reply)
 
     def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt]:
         counts = self._store.counts
+        if reply[0] == b"limited":
+            counts.intake_refused += len(envelopes)
+            raise IntakeLimited(queue, _limited(*reply[1:]))
         if reply[0] != b"ok":
             counts.intake_refused += len(envelopes)
             raise _REFUSALS[reply[0]](queue)
@@ -67,6 +73,11 @@ class Intake:
                 counts.duplicates += 1
                 receipts[position - 1] = Receipt(answer.decode(), duplicate=True)
         return receipts
+
+
+def _limited(limit: int, backlog: int, tenant: bytes) -> str:
+    whose = f"tenant {tenant.decode()!r}" if tenant else "it"
+    return f"{INTAKE_FULL} ({whose} has {backlog:,}, the limit is {limit:,})"
 
 
 _REFUSALS: Final[dict[bytes, Callable[[str], IntakeRefused]]] = {

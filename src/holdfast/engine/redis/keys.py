@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from holdfast.core.job import DEFAULT_QUEUE, Priority
+from holdfast.core.job import Priority
+from holdfast.core.names import queue_prefix
 
 #: Consumer under which retries rest that wait in the pending list.
 PARKING: Final = "~waiting"
 #: The second group on every stream, through which idle workers wait.
 WAKE_GROUP: Final = "wake"
+#: Lines a lane: one a priority, and one for jobs that are taken out of their turn.
+WIDTH: Final = len(Priority) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,7 @@ class Names:
 
     def prefix(self, queue: str) -> str:
         """What goes before each of a queue's names."""
-        if self.cluster or queue != DEFAULT_QUEUE:
-            return f"{{{self.namespace}:{queue}}}:" if self.namespace else f"{{{queue}}}:"
-        return f"{self.namespace}:" if self.namespace else ""
+        return queue_prefix(self.namespace, queue, tagged=self.cluster)
 
     @property
     def queues(self) -> str:
@@ -47,15 +48,20 @@ class Names:
 class Keys:
     """The keys of one queue, as bytes ready to send.
 
-    A *line* is one stream: its index is the priority, plus three for each further lane of tenants.
+    A *line* is one stream, a *lane* the lines of one tenant: one for each priority, and one for jobs that are taken
+    out of their turn. A line's index is its place in the lane, plus `WIDTH` for each lane before it. Lane 0 is the
+    default tenant's, and that of every program that submits by `XADD`.
     """
 
     def __init__(self, queue: str, names: Names) -> None:
         self.queue = queue
         self._prefix = names.prefix(queue)
-        task = names.stream_task
-        lines = {Priority.HIGH: f"{task}:high", Priority.NORMAL: task, Priority.LOW: f"{task}:low"}
-        self.streams: tuple[bytes, ...] = tuple(self._key(lines[priority]) for priority in Priority)
+        self._task = names.stream_task
+        self._lanes: dict[int, tuple[bytes, ...]] = {}
+        #: Lane 0.
+        self.streams: tuple[bytes, ...] = self.lane(0)
+        #: Those on which idle workers wait: lane 0's by priority.
+        self.awaited = self.streams[: len(Priority)]
         self.result = self._key(names.stream_result)
         self.dlq = self._key(names.stream_dlq or "stream:dlq")
         self.retry = self._key(names.queue_retry)
@@ -65,6 +71,20 @@ class Keys:
 
     def _key(self, name: str) -> bytes:
         return f"{self._prefix}{name}".encode()
+
+    def lane(self, number: int) -> tuple[bytes, ...]:
+        """The streams of one lane."""
+        streams = self._lanes.get(number)
+        if streams is None:
+            task = f"{self._task}:lane:{number}" if number else self._task
+            lines = {Priority.HIGH: f"{task}:high", Priority.NORMAL: task, Priority.LOW: f"{task}:low"}
+            names = [*(lines[priority] for priority in Priority), f"{task}:direct"]
+            streams = self._lanes[number] = tuple(self._key(name) for name in names)
+        return streams
+
+    def stream(self, line: int) -> bytes:
+        """The stream of one line."""
+        return self.lane(line // WIDTH)[line % WIDTH]
 
     @cached_property
     def feed(self) -> bytes:
@@ -105,6 +125,11 @@ class Keys:
     def control(self) -> bytes:
         """An operator's hand on the queue."""
         return self._key("queue:control")
+
+    @cached_property
+    def lanes(self) -> bytes:
+        """Tenant → the number of its lane."""
+        return self._key("queue:lanes")
 
     @cached_property
     def workers(self) -> bytes:

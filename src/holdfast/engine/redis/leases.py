@@ -8,16 +8,18 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.core.job import Claim, Lease, read_order
+from holdfast.core.states import State
 from holdfast.engine.port import MAX_BATCH
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.adoption import Adopter, Delivery
-from holdfast.engine.redis.client import Lane, ScriptError
-from holdfast.engine.redis.keys import PARKING, WAKE_GROUP
+from holdfast.engine.redis.client import Purpose, ScriptError
+from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, WIDTH
+from holdfast.engine.redis.lanes import lanes_of
 from holdfast.engine.redis.store import Store
+from holdfast.errors import TransitionInvalid, UnknownJob
 
 #: A worker that is woken and dies costs the others at most this long.
 _MAX_BLOCK_MS: Final = 5_000
-_LINES: Final = 3
 #: A worker holds at most about this many leases; what lies beyond is found at the next look.
 _RESUME_LIMIT: Final = 10_000
 
@@ -30,7 +32,8 @@ class Leases:
         self._adopter = Adopter(store)
         self._turn = 0
         self._paused: set[str] = set()
-        self._cursors: dict[str, list[bytes]] = {}
+        #: Where `lost` goes on in a queue: line, message id, …
+        self._cursors: dict[str, list[int | str]] = {}
 
     # claim -----------------------------------------------------------------------------------------
 
@@ -57,8 +60,9 @@ class Leases:
     async def _claim_queue(self, worker: str, queue: str, limit: int) -> list[Claim]:
         store = self._store
         keys = store.keys(queue)
-        reply = await store.run(
-            Lane.CLAIM,
+        lanes = store.lanes(queue)
+        reply = await store.run_on_lines(
+            Purpose.CLAIM,
             "claim",
             queue,
             [*keys.streams, keys.feed, keys.control, keys.wake, keys.workers],
@@ -70,14 +74,17 @@ class Leases:
                 store.feed_limit,
                 WAKE_GROUP,
                 *read_order(self._turn),
+                PARKING,
             ],
+            lanes.all(),
         )
         if reply[0] == b"paused":
             self._paused.add(queue)
             return []
         self._paused.discard(queue)
         now_ms = int(reply[1])
-        lines = zip(reply[2::2], reply[3::2], strict=True)
+        lanes.saw(reply[2])
+        lines = zip(reply[3::2], reply[4::2], strict=True)
         found = [Delivery(line, entry, 1) for line, entries in lines for entry in entries]
         claims = await self._claims(worker, queue, found, now_ms)
         if reply[0] == b"nogroup":
@@ -90,18 +97,18 @@ class Leases:
         streams: list[bytes] = []
         for queue in queues:
             keys = self._store.keys(queue)
-            streams += (keys.wake,) if queue in self._paused else (*keys.streams, keys.wake)
+            streams += (keys.wake,) if queue in self._paused else (*keys.awaited, keys.wake)
         command = (b"XREADGROUP", b"GROUP", WAKE_GROUP, b"any", b"BLOCK", wait_ms, b"COUNT", 1, b"NOACK", b"STREAMS")
         client = self._store.client
         try:
-            await client.call(Lane.WAIT, *command, *streams, *(b">" for _ in streams), blocks_s=wait_ms / 1000)
+            await client.call(Purpose.WAIT, *command, *streams, *(b">" for _ in streams), blocks_s=wait_ms / 1000)
         except ScriptError:
             # NOGROUP or UNBLOCKED: the store was wiped under us.
             for queue in queues:
                 await self._store.create_groups(queue)
         except BaseException:
             # The server still holds this call; the next one must not stand behind it.
-            client.drop(Lane.WAIT)
+            client.drop(Purpose.WAIT)
             raise
 
     # resume ----------------------------------------------------------------------------------------
@@ -113,30 +120,29 @@ class Leases:
             mine = await self._claims(worker, queue, found, await self._store.now_ms())
             if mine:
                 keys = self._store.keys(queue)
-                records = await self._store.client.call(Lane.OTHER, b"MGET", *(keys.job(c.job_id) for c in mine))
+                records = await self._store.client.call(Purpose.OTHER, b"MGET", *(keys.job(c.job_id) for c in mine))
                 mine = [with_record(claim, record) for claim, record in zip(mine, records, strict=True)]
             claims += mine
         return claims
 
     async def _own_pending(self, worker: str, queue: str, held: frozenset[str]) -> list[Delivery]:
-        store, keys = self._store, self._store.keys(queue)
+        store = self._store
         found: list[Delivery] = []
-        for line, stream in enumerate(keys.streams):
+        # Behind any claim that was cancelled on its way: what it took must be seen here.
+        for line, stream in await store.lines_in_use(queue, Purpose.CLAIM):
             command = (b"XPENDING", stream, store.names.group, b"-", b"+", _RESUME_LIMIT, worker)
             try:
-                # Behind any claim that was cancelled on its way: what it took must be seen here.
-                rows = await store.client.call(Lane.CLAIM, *command)
+                rows = await store.client.call(Purpose.CLAIM, *command)
             except ScriptError:
-                await store.create_groups(queue)
-                continue
+                continue  # no group: nobody has ever claimed there
             for message_id, _, _, deliveries in rows:
                 if f"{line}:{message_id.decode()}:{deliveries}:{worker}" in held:
                     continue
-                entries = await store.client.call(Lane.OTHER, b"XRANGE", stream, message_id, message_id)
+                entries = await store.client.call(Purpose.OTHER, b"XRANGE", stream, message_id, message_id)
                 if entries:
                     found.append(Delivery(line, entries[0], deliveries))
                 else:
-                    await store.client.call(Lane.OTHER, b"XACK", stream, store.names.group, message_id)
+                    await store.client.call(Purpose.OTHER, b"XACK", stream, store.names.group, message_id)
         return found
 
     async def _claims(self, worker: str, queue: str, found: Sequence[Delivery], now_ms: int) -> list[Claim]:
@@ -181,7 +187,8 @@ class Leases:
                 names.append(keys.job(lease.job_id))
                 record = len(names)
             arguments += (line, message_id, lease.deliveries, record)
-        positions = await store.run(Lane.OTHER, "renew", queue, names, arguments)
+        lanes = lanes_of(lease.place for lease in leases)
+        positions = await store.run_on_lines(Purpose.OTHER, "renew", queue, names, arguments, lanes)
         return [leases[position - 1] for position in positions]
 
     # reclaim ---------------------------------------------------------------------------------------
@@ -192,8 +199,8 @@ class Leases:
         lost = await self._lost(queue, limit)
         if not lost:
             return []
-        reply = await store.run(
-            Lane.OTHER,
+        reply = await store.run_on_lines(
+            Purpose.OTHER,
             "reclaim",
             queue,
             [*keys.streams, keys.feed, keys.control, *(keys.job(_job_id(fields)) for *_, fields in lost)],
@@ -207,6 +214,7 @@ class Leases:
                 len(lost),
                 *(part for row in lost for part in row[:4]),
             ],
+            {line // WIDTH for line, *_ in lost} - {0},
         )
         if reply[0] == b"paused":
             return []
@@ -221,33 +229,26 @@ class Leases:
 
     async def _lost(self, queue: str, limit: int) -> list[tuple[int, bytes, bytes, int, list[bytes]]]:
         """Line, message id, owner, deliveries and fields of leases that were not renewed in time."""
-        store = self._store
-        cursors = self._cursors.setdefault(queue, [b"-"] * _LINES)
+        store, keys = self._store, self._store.keys(queue)
         options = [store.names.group, store.options.visibility_timeout_ms, min(limit, MAX_BATCH)]
-        arguments = [*options, int(store.has_autoclaim), PARKING, *cursors]
-        reply = await store.run(Lane.OTHER, "lost", queue, store.keys(queue).streams, arguments)
-        cursors[:] = reply[:3]
-        return list(zip(reply[3::5], reply[4::5], reply[5::5], reply[6::5], reply[7::5], strict=True))
+        arguments = [*options, int(store.has_autoclaim), PARKING, wire.pack(self._cursors.get(queue, []))]
+        lanes = store.lanes(queue).all()
+        names = [*keys.streams, keys.control]
+        reply = await store.run_on_lines(Purpose.OTHER, "lost", queue, names, arguments, lanes)
+        self._cursors[queue] = [part if isinstance(part, int) else part.decode() for part in reply[0]]
+        return list(zip(reply[1::5], reply[2::5], reply[3::5], reply[4::5], reply[5::5], strict=True))
 
     async def retake(self, worker: str, queue: str, limit: int) -> list[Claim]:
         """Retries of one queue that wait in the pending list and are due."""
         store, keys = self._store, self._store.keys(queue)
-        _, _, due = await store.run(Lane.OTHER, "due", queue, [keys.waiting], [limit])
+        _, _, due = await store.run(Purpose.OTHER, "due", queue, [keys.waiting], [limit])
         if not due:
             return []
-        reply = await store.run(
-            Lane.OTHER,
-            "retake",
-            queue,
-            [
-                *keys.streams,
-                keys.feed,
-                keys.control,
-                keys.waiting,
-                *(keys.job(job_id.decode()) for job_id in due),
-            ],
-            [store.names.group, worker, store.nonce(), store.feed_limit, len(due), *due],
-        )
+        names = [*keys.streams, keys.feed, keys.control, keys.waiting, keys.wake, keys.lanes]
+        names += [keys.job(job_id.decode()) for job_id in due]
+        arguments = [store.names.group, worker, store.nonce(), store.feed_limit, PARKING, len(due), *due]
+        lanes = store.lanes(queue).all()
+        reply = await store.run_on_lines(Purpose.OTHER, "retake", queue, names, arguments, lanes)
         if reply[0] == b"paused":
             return []
         now_ms = int(reply[1])
@@ -258,11 +259,34 @@ class Leases:
         store.counts.claimed += len(claims)
         return claims
 
+    async def take(self, worker: str, queue: str, job_id: str) -> Claim:
+        """One job, wherever it waits."""
+        store, keys = self._store, self._store.keys(queue)
+        names = [*keys.streams, keys.feed, keys.delayed, keys.retry, keys.waiting, keys.control, keys.wake, keys.lanes]
+        names += [keys.workers, keys.job(job_id)]
+        arguments = [store.names.group, worker, store.nonce(), store.feed_limit, job_id, PARKING]
+        lanes = store.lanes(queue).all()
+        word, *rest = await store.run_on_lines(Purpose.CLAIM, "take", queue, names, arguments, lanes)
+        if word == b"unknown":
+            raise UnknownJob(job_id)
+        if word == b"illegal":
+            store.counts.illegal_moves += 1
+            raise TransitionInvalid(job_id, State(rest[0].decode()), State.RUNNING)
+        now_ms, line, entry = rest
+        store.counts.claimed += 1
+        parse = wire.parse_entry if wire.is_ours(entry[1]) else wire.parse_known
+        return parse(entry, line, queue, worker, 1, int(now_ms))
+
     async def leave(self, worker: str, queues: Sequence[str]) -> None:
         for queue in queues:
-            keys = self._store.keys(queue)
-            arguments = [self._store.names.group, worker, 0, PARKING]
-            await self._store.run(Lane.OTHER, "leave", queue, [*keys.streams, keys.workers], arguments)
+            await forget_consumers(self._store, queue, worker, 0)
+
+
+async def forget_consumers(store: Store, queue: str, worker: str, idle_ms: int) -> int:
+    """Forget this worker, or ("") all that were idle for so long, unless they hold leases; returns how many."""
+    keys = store.keys(queue)
+    names, arguments = [*keys.streams, keys.workers, keys.control], [store.names.group, worker, idle_ms, PARKING]
+    return int(await store.run_on_lines(Purpose.OTHER, "leave", queue, names, arguments, store.lanes(queue).all()))
 
 
 def with_record(claim: Claim, record: bytes | None) -> Claim:

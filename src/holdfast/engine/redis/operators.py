@@ -1,4 +1,4 @@
-"""move and set_control: an operator's hand."""
+"""move and expedite: an operator's hand on one job."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import Failure, JobView, Meta, new_job_ids
-from holdfast.core.states import FINAL, OPERATOR_TARGETS, State
-from holdfast.core.verdict import by_operator, resumed
-from holdfast.engine.port import Control
+from holdfast.core.job import Consent, Failure, JobView, Meta, new_job_ids
+from holdfast.core.states import EXPEDITED_EVENT, FINAL, OPERATOR_TARGETS, State, chosen_event, is_legal
+from holdfast.core.verdict import APPROVAL_EXPIRED, APPROVAL_REJECTED, answered, by_operator, resumed
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Lane
+from holdfast.engine.redis.client import Purpose
+from holdfast.engine.redis.controls import Hand
 from holdfast.engine.redis.keys import PARKING
 from holdfast.engine.redis.readers import view_of_reply
 from holdfast.engine.redis.settling import fixed_keys
@@ -20,6 +20,8 @@ from holdfast.errors import TransitionInvalid, UnknownJob
 
 #: A job that changes under our eyes this often in a row is being moved by someone in a loop.
 _TRIES: Final = 20
+#: The failure of a job that ended without people's yes.
+_CODES: Final = {"approval.rejected": APPROVAL_REJECTED, "approval.expired": APPROVAL_EXPIRED}
 
 
 class Operators:
@@ -29,11 +31,19 @@ class Operators:
         self._store = store
 
     async def move(
-        self, queue: str, job_id: str, to: State, *, actor: str, reason: str, expected: State | None = None
+        self,
+        queue: str,
+        job_id: str,
+        to: State,
+        hand: Hand,
+        expected: State | None,
+        event: str,
+        consent: Consent | None,
     ) -> State:
         for _ in range(_TRIES):
-            answer = await self._try(queue, job_id, to, actor, reason, expected)
+            answer = await self._try(queue, job_id, to, hand, expected, event, consent)
             if answer[0] == b"applied":
+                self._store.counts.given_up += to is State.DLQ_PENDING
                 return State(answer[1].decode())
             if answer[0] == b"unknown":
                 raise UnknownJob(job_id)
@@ -42,25 +52,56 @@ class Operators:
                 raise TransitionInvalid(job_id, answer[1].decode(), to)
         raise TransitionInvalid(job_id, "changing", to)
 
+    async def expedite(self, queue: str, job_id: str, hand: Hand) -> None:
+        store, keys = self._store, self._store.keys(queue)
+        for _ in range(_TRIES):
+            looked = await self._look(queue, job_id)
+            if not looked:
+                raise UnknownJob(job_id)
+            view = view_of_reply(queue, job_id, looked)
+            log = hand.log(view.next_attempt_at_ms, 0, "job", job_id)
+            arguments = [store.nonce(), store.feed_limit, job_id, looked[0].partition(b"\n")[0]]
+            arguments += (view.attempt, view.meta.retry_count, EXPEDITED_EVENT)
+            arguments.append(msgspec.json.encode({"actor": hand.actor, "reason": hand.reason}))
+            arguments += (hand.audit, msgspec.json.encode(log), view.tenant_id)
+            names = [keys.job(job_id), keys.delayed, keys.retry, keys.waiting, keys.feed, keys.control, keys.notices]
+            word = await store.run(Purpose.OTHER, "expedite", queue, names, arguments)
+            if word == b"ok":
+                return
+            if word == b"idle":
+                self._store.counts.illegal_moves += 1
+                raise TransitionInvalid(job_id, view.state, State.RUNNING)
+        raise TransitionInvalid(job_id, "changing", State.RUNNING)
+
+    async def _look(self, queue: str, job_id: str) -> Any:
+        """What `get` says of it; empty if it is unknown."""
+        store, keys = self._store, self._store.keys(queue)
+        names = [*keys.streams, keys.waiting, keys.retry, keys.delayed, keys.job(job_id)]
+        arguments, lanes = [store.names.group, job_id], store.lanes(queue).all()
+        return (await store.run_on_lines(Purpose.OTHER, "get", queue, names, arguments, lanes))[0]
+
     async def _try(
-        self, queue: str, job_id: str, to: State, actor: str, reason: str, expected: State | None
+        self,
+        queue: str,
+        job_id: str,
+        to: State,
+        hand: Hand,
+        expected: State | None,
+        event: str,
+        consent: Consent | None,
     ) -> list[bytes]:
         store, keys = self._store, self._store.keys(queue)
-        looked = await store.run(
-            Lane.OTHER,
-            "get",
-            queue,
-            [*keys.streams, keys.waiting, keys.retry, keys.delayed, keys.job(job_id)],
-            [store.names.group, job_id],
-        )
-        if not looked[0]:
+        looked = await self._look(queue, job_id)
+        if not looked:
             return [b"unknown"]
-        view = view_of_reply(queue, job_id, looked[0])
+        view = view_of_reply(queue, job_id, looked)
         if to not in OPERATOR_TARGETS:
             return [b"illegal", view.state.value.encode()]
+        if expected in (None, view.state) and is_legal(view.state, to):
+            event = chosen_event(view.state, to, event)
         now_ms = await store.now_ms()
-        failure = _failure(view, to, actor, reason)
-        meta = _meta(view, to)
+        failure = _failure(view, to, hand, event)
+        meta = _meta(view, to, consent)
         body = wire.body_of_view(
             view,
             meta,
@@ -80,9 +121,9 @@ class Operators:
             job_id,
             to.value,
             expected.value if expected else "",
-            looked[0][0].partition(b"\n")[0],
+            looked[0].partition(b"\n")[0],
             wire.encode_body(body),
-            msgspec.json.encode(_data(body, failure, to, actor, reason, now_ms)),
+            msgspec.json.encode(_data(body, failure, to, hand, consent, now_ms)),
             options.finished_ttl_ms,
             options.result_limit,
             int(options.ledger),
@@ -93,27 +134,18 @@ class Operators:
             max(1, options.idempotency_window_ms - (now_ms - view.created_at_ms)),
             view.attempt,
             meta.retry_count,
-            wire.failure_text(failure) if failure else reason,
-            _lease_seen(looked[0]),
+            wire.failure_text(failure) if failure else hand.reason,
+            _lease_seen(looked),
             view.tenant_id,
             msgspec.json.encode({"dlq_id": meta.dlq_id}),
+            event,
+            hand.audit,
+            msgspec.json.encode(hand.log(view.state.value, to.value, "job", job_id)) if hand.audit else b"",
         ]
-        names = [*fixed_keys(keys), keys.wake, keys.job(job_id), key]
-        answer: list[bytes] = await store.run(Lane.OTHER, "move", queue, names, arguments)
+        names = [*fixed_keys(keys), keys.job(job_id), key]
+        lanes = store.lanes(queue).all()
+        answer: list[bytes] = await store.run_on_lines(Purpose.OTHER, "move", queue, names, arguments, lanes)
         return answer
-
-    async def set_control(self, queue: str, control: Control) -> None:
-        keys = self._store.keys(queue)
-        await self._store.introduce(queue)
-        arguments = [
-            "paused",
-            "1" if control.paused else "",
-            "intake_paused",
-            "1" if control.intake_paused else "",
-            "concurrency",
-            str(control.concurrency) if control.concurrency is not None else "",
-        ]
-        await self._store.run(Lane.OTHER, "control", queue, [keys.control, keys.notices, keys.wake], arguments)
 
 
 def _lease_seen(looked: list[Any]) -> str:
@@ -121,26 +153,32 @@ def _lease_seen(looked: list[Any]) -> str:
     return f"{looked[2].decode()} {looked[3]}" if len(looked) > 3 else " 0"
 
 
-def _meta(view: JobView, to: State) -> Meta:
+def _meta(view: JobView, to: State, consent: Consent | None) -> Meta:
     meta = view.meta
     if view.state is State.SUSPENDED and to is State.QUEUED:
         return resumed(meta)
+    if view.state is State.WAITING_APPROVAL:
+        return answered(meta, consent if to is State.QUEUED else None)
     if to is State.DLQ_PENDING:
         return msgspec.structs.replace(meta, dlq_id=new_job_ids(1)[0])
     return meta
 
 
-def _failure(view: JobView, to: State, actor: str, reason: str) -> Failure | None:
+def _failure(view: JobView, to: State, hand: Hand, event: str) -> Failure | None:
     """What the record will say of the end: the job's own failure, or the operator's word."""
     if to in (State.DLQ_RECORDED, State.FAILED, State.SUSPENDED) and view.failure:
         return view.failure
     if to in FINAL or to is State.DLQ_PENDING:
-        return by_operator(to, actor, reason)
+        failure = by_operator(to, hand.actor, hand.reason)
+        code = _CODES.get(event)
+        return msgspec.structs.replace(failure, code=code) if code else failure
     return view.failure if to is not State.QUEUED else None
 
 
-def _data(body: wire.Body, failure: Failure | None, to: State, actor: str, reason: str, now_ms: int) -> dict[str, Any]:
-    data: dict[str, Any] = {"actor": actor, "reason": reason}
+def _data(
+    body: wire.Body, failure: Failure | None, to: State, hand: Hand, consent: Consent | None, now_ms: int
+) -> dict[str, Any]:
+    data: dict[str, Any] = {"actor": hand.actor, "reason": hand.reason}
     meta = wire.meta_from(body.meta)
     if to is State.DLQ_PENDING and failure:
         data |= wire.failure_fields(failure) | {"dlq_id": meta.dlq_id, "history": meta.history}
@@ -148,4 +186,6 @@ def _data(body: wire.Body, failure: Failure | None, to: State, actor: str, reaso
         data["dlq_id"] = meta.dlq_id
     elif to is State.QUEUED and int(body.run_at) > now_ms:
         data["next_attempt_at_ms"] = int(body.run_at)
+    if to is State.QUEUED and consent is not None:
+        data["consent"] = consent
     return data

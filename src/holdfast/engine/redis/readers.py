@@ -7,28 +7,31 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import EMPTY_META, Failure, JobView
+from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Failure, JobView
 from holdfast.core.states import FINAL, State
 from holdfast.core.verdict import MESSAGE_GONE
 from holdfast.engine.port import (
     Cancelled,
-    Control,
     Controlled,
     Due,
     FeedEntry,
     Notice,
     QueueStats,
+    WorkerView,
 )
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Lane
+from holdfast.engine.redis.client import Purpose
+from holdfast.engine.redis.controls import parse_control
 from holdfast.engine.redis.feed import parse_feed_entry
 from holdfast.engine.redis.keys import PARKING
-from holdfast.engine.redis.leases import with_record
+from holdfast.engine.redis.leases import forget_consumers, with_record
 from holdfast.engine.redis.store import Store
 
 #: An idle consumer is dead after so many visibility timeouts without a sign of life.
 _DEAD_AFTER_TIMEOUTS: Final = 2
 _TRIM_BATCH: Final = 1_000
+#: A feed's tail up to this long is cut at every call.
+_SMALL_TAIL: Final = 100
 #: An idle worker claims at least this often.
 _IDLE_CLAIM_MS: Final = 10_000
 
@@ -39,13 +42,17 @@ class Readers:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._heard: dict[str, bytes] = {}
+        #: How long each feed was when it was last cut.
+        self._kept: dict[str, int] = {}
 
     async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobView | None]:
         if not job_ids:
             return []
         keys = self._store.keys(queue)
         names = [*keys.streams, keys.waiting, keys.retry, keys.delayed, *(keys.job(job_id) for job_id in job_ids)]
-        replies = await self._store.run(Lane.OTHER, "get", queue, names, [self._store.names.group, *job_ids])
+        arguments = [self._store.names.group, *job_ids]
+        lanes = self._store.lanes(queue).all()
+        replies = await self._store.run_on_lines(Purpose.OTHER, "get", queue, names, arguments, lanes)
         return [
             view_of_reply(queue, job_id, reply) if reply else None
             for job_id, reply in zip(job_ids, replies, strict=True)
@@ -71,15 +78,15 @@ class Readers:
         }
         found: list[bytes] = []
         for name in sets.get(state, ()):
-            found += await call(Lane.OTHER, b"ZREVRANGE", name, 0, limit - 1)
-        streams: tuple[bytes, ...] = ()
+            found += await call(Purpose.OTHER, b"ZREVRANGE", name, 0, limit - 1)
+        streams: list[bytes] = []
         if state in FINAL:
-            streams = (keys.result,)
+            streams = [keys.result]
         elif state in (State.QUEUED, State.RUNNING, State.RETRYING):
-            streams = keys.streams
+            streams = [stream for _, stream in await self._store.lines_in_use(queue, Purpose.OTHER)]
         for stream in streams:
             # Twice the limit: the newest entries of a line may all be in another state.
-            for entry in await call(Lane.OTHER, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 2 * limit):
+            for entry in await call(Purpose.OTHER, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 2 * limit):
                 found.append(wire.as_dict(entry[1]).get(b"task_id", b""))
         return [wire.printable(job_id) for job_id in found if job_id]
 
@@ -97,12 +104,14 @@ class Readers:
             keys.control,
             keys.dlq,
             keys.workers,
+            keys.lanes,
         ]
         live_ms = self._store.options.visibility_timeout_ms + _IDLE_CLAIM_MS
-        reply = await self._store.run(Lane.OTHER, "stats", queue, names, [self._store.names.group, PARKING, live_ms])
-        in_line, pending, parked, retry, suspended, held, dead, delayed, entries, letters, workers, control, size = (
-            reply
-        )
+        arguments = [self._store.names.group, PARKING, live_ms]
+        lanes = self._store.lanes(queue).all()
+        reply = await self._store.run_on_lines(Purpose.OTHER, "stats", queue, names, arguments, lanes)
+        in_line, pending, parked, retry, suspended, held, dead, delayed, *others = reply
+        entries, letters, workers, control, size, seats, backlogs = others
         return QueueStats(
             queue=queue,
             states={
@@ -119,13 +128,25 @@ class Readers:
             feed_entries=entries,
             feed_share=size / self._store.options.feed_max_bytes,
             dead_letters=letters,
+            backlog=in_line,
+            pending=pending,
+            tenants=_by_tenant(seats, backlogs),
         )
 
-    async def control(self, queue: str) -> Control:
-        return parse_control(await self._store.client.call(Lane.OTHER, b"HGETALL", self._store.keys(queue).control))
+    async def workers(self, queues: Sequence[str]) -> list[WorkerView]:
+        store, views = self._store, []
+        for queue in queues:
+            keys = store.keys(queue)
+            names, arguments = [*keys.streams, keys.workers, keys.control], [store.names.group, PARKING]
+            lanes = store.lanes(queue).all()
+            reply = await store.run_on_lines(Purpose.OTHER, "workers", queue, names, arguments, lanes)
+            for name, seen_at_ms, pending in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+                worker = wire.printable(name)
+                views.append(WorkerView(worker=worker, queue=queue, seen_at_ms=int(seen_at_ms), pending=pending))
+        return sorted(views, key=lambda view: (view.worker, view.queue))
 
     async def queues(self) -> list[str]:
-        names = await self._store.client.call(Lane.OTHER, b"SMEMBERS", self._store.names.queues)
+        names = await self._store.client.call(Purpose.OTHER, b"SMEMBERS", self._store.names.queues)
         return sorted(name.decode() for name in names)
 
     # listen ----------------------------------------------------------------------------------------
@@ -135,15 +156,15 @@ class Readers:
         by_stream = {self._store.keys(queue).notices: queue for queue in queues}
         for stream, queue in by_stream.items():
             if queue not in self._heard:
-                newest = await client.call(Lane.LISTEN, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 1)
+                newest = await client.call(Purpose.LISTEN, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 1)
                 self._heard[queue] = newest[0][0] if newest else b"0-0"
         positions = [self._heard[queue] for queue in by_stream.values()]
         # BLOCK 0 would block for ever.
         command = (b"XREAD", b"BLOCK", max(1, wait_ms), b"STREAMS", *by_stream, *positions)
         try:
-            reply = await client.call(Lane.LISTEN, *command, blocks_s=wait_ms / 1000)
+            reply = await client.call(Purpose.LISTEN, *command, blocks_s=wait_ms / 1000)
         except BaseException:
-            client.drop(Lane.LISTEN)
+            client.drop(Purpose.LISTEN)
             raise
         notices: list[Notice] = []
         for stream, entries in reply or ():
@@ -156,7 +177,7 @@ class Readers:
 
     async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
         command = (b"XRANGE", self._store.keys(queue).feed, start or b"-", b"+", b"COUNT", limit)
-        return [parse_feed_entry(entry) for entry in await self._store.client.call(Lane.OTHER, *command)]
+        return [parse_feed_entry(entry) for entry in await self._store.client.call(Purpose.OTHER, *command)]
 
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
         if not positions:
@@ -173,10 +194,18 @@ class Readers:
         keys = self._store.keys(queue)
         # After a wipe, too: `again`.
         await self._store.introduce(queue, again=True)
-        await self._store.run(Lane.OTHER, "control", queue, [keys.control, keys.notices, keys.wake], ["reader", "1"])
+        await self._store.run(Purpose.OTHER, "register", queue, [keys.control], [])
 
     async def forget(self, queue: str, position: str) -> None:
-        await self._trim(self._store.keys(queue).feed, position)
+        keys, tail = self._store.keys(queue), self._store.options.feed_tail
+        kept = self._kept.get(queue)
+        if kept is not None and tail > _SMALL_TAIL:
+            # To find where a long tail begins costs as much as to read it: only now and then.
+            length = await self._store.client.call(Purpose.OTHER, b"XLEN", keys.feed)
+            if kept <= length < kept + tail // 10:
+                return
+        arguments = [position, tail, int(self._store.has_autoclaim)]
+        self._kept[queue] = await self._store.run(Purpose.OTHER, "forget", queue, [keys.feed, keys.control], arguments)
 
     # prune -----------------------------------------------------------------------------------------
 
@@ -192,34 +221,36 @@ class Readers:
             count += await self._trim(keys.result, f"{oldest_result}-0")
             if not store.options.ledger:
                 arguments = [oldest_entry, int(store.has_autoclaim)]
-                count += await store.run(Lane.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
-            names, parameters = [*keys.streams, keys.workers], [store.names.group, "", enough, PARKING]
-            count += await store.run(Lane.OTHER, "leave", queue, names, parameters)
+                count += await store.run(Purpose.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
+            count += await forget_consumers(store, queue, "", enough)
         return count
 
     async def _trim(self, stream: bytes, position: str) -> int:
         """Drop what lies before a position."""
         call = self._store.client.call
         if self._store.has_autoclaim:
-            return int(await call(Lane.OTHER, b"XTRIM", stream, b"MINID", position))
+            return int(await call(Purpose.OTHER, b"XTRIM", stream, b"MINID", position))
         count = 0
         while True:
-            entries = await call(Lane.OTHER, b"XRANGE", stream, b"-", position, b"COUNT", _TRIM_BATCH)
+            entries = await call(Purpose.OTHER, b"XRANGE", stream, b"-", position, b"COUNT", _TRIM_BATCH)
             old = [entry[0] for entry in entries if entry[0] != position.encode()]
             if not old:
                 return count
-            count += await call(Lane.OTHER, b"XDEL", stream, *old)
+            count += await call(Purpose.OTHER, b"XDEL", stream, *old)
 
 
-def parse_control(fields: Sequence[bytes]) -> Control:
-    """A queue's controls as Redis keeps them."""
-    values = wire.as_dict(fields)
-    concurrency = values.get(b"concurrency")
-    return Control(
-        paused=values.get(b"paused") == b"1",
-        intake_paused=values.get(b"intake_paused") == b"1",
-        concurrency=int(concurrency) if concurrency else None,
-    )
+def _by_tenant(seats: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int]:
+    """Backlogs by tenant. A lane that several share is counted for the one whose own it is."""
+    owners = {0: DEFAULT_TENANT}
+    for tenant, seat in zip(seats[::2], seats[1::2], strict=True):
+        if seat.isdigit():
+            owners[int(seat)] = wire.printable(tenant)
+    tenants: dict[str, int] = {}
+    for lane, backlog in zip(backlogs[::2], backlogs[1::2], strict=True):
+        if backlog:
+            owner = owners.get(lane, DEFAULT_TENANT)
+            tenants[owner] = tenants.get(owner, 0) + backlog
+    return tenants
 
 
 def view_of_reply(queue: str, job_id: str, reply: list[Any]) -> JobView:

@@ -9,7 +9,7 @@ from holdfast.core.job import JobView
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port import MAX_BATCH, KnownKey, Survey
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Lane
+from holdfast.engine.redis.client import Purpose
 from holdfast.engine.redis.keys import Keys
 from holdfast.engine.redis.store import Store
 from holdfast.errors import InvalidOption
@@ -26,7 +26,7 @@ class Recovery:
             raise InvalidOption(f"a survey asks about at most {MAX_BATCH} jobs, got {len(job_ids)}")
         keys = self._store.keys(queue)
         names = [keys.feed, *(keys.job(job_id) for job_id in job_ids)]
-        at_ms, position, nonce, *unknown = await self._store.run(Lane.OTHER, "survey", queue, names, [])
+        at_ms, position, nonce, *unknown = await self._store.run(Purpose.OTHER, "survey", queue, names, [])
         return Survey([job_ids[index - 1] for index in unknown], position.decode(), nonce.decode(), int(at_ms))
 
     async def restore(self, queue: str, cut: Survey, jobs: Sequence[JobView]) -> list[bool]:
@@ -40,8 +40,9 @@ class Recovery:
             part = jobs[start : start + MAX_BATCH]
             our_nonce = self._store.nonce()
             names, arguments = self._arguments(self._store.keys(queue), part)
-            arguments = [our_nonce, self._store.feed_limit, position, nonce, *arguments]
-            word, *rest = await self._store.run(Lane.OTHER, "restore", queue, names, arguments)
+            arguments = [our_nonce, self._store.feed_limit, position, nonce, *arguments, self._store.names.group]
+            lanes = self._store.lanes(queue).all()
+            word, *rest = await self._store.run_on_lines(Purpose.OTHER, "restore", queue, names, arguments, lanes)
             back: set[int] = set()
             if word == b"ok":
                 feed_id, *indexes = rest
@@ -54,7 +55,7 @@ class Recovery:
 
     def _arguments(self, keys: Keys, jobs: Sequence[JobView]) -> tuple[list[bytes], list[Any]]:
         names = [*keys.streams, keys.feed, keys.retry, keys.suspended, keys.held, keys.dead, keys.delayed]
-        names += [keys.control, keys.notices, *(keys.job(job.job_id) for job in jobs)]
+        names += [keys.control, keys.notices, keys.wake, keys.lanes, *(keys.job(job.job_id) for job in jobs)]
         key_indexes: dict[bytes, int] = {}
         values: list[Any] = []
         bodies: list[bytes] = []
@@ -74,7 +75,7 @@ class Recovery:
             part = known[start : start + MAX_BATCH]
             names = [keys.idempotency(each.tenant_id, each.key) for each in part]
             arguments = [value for each in part for value in (each.job_id, each.expires_at_ms)]
-            await self._store.run(Lane.OTHER, "remember", queue, names, arguments)
+            await self._store.run(Purpose.OTHER, "remember", queue, names, arguments)
 
 
 def _due(job: JobView) -> int:

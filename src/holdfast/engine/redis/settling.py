@@ -23,8 +23,9 @@ from holdfast.core.verdict import (
 )
 from holdfast.engine.port import MAX_BATCH
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Lane
+from holdfast.engine.redis.client import Purpose
 from holdfast.engine.redis.keys import Keys
+from holdfast.engine.redis.lanes import lanes_of
 from holdfast.engine.redis.store import Store
 from holdfast.engine.tally import count_answers
 
@@ -52,12 +53,19 @@ class Settling:
 
     async def _settle(self, queue: str, worker: str, settlements: Sequence[Settlement]) -> list[Answer]:
         names, arguments = self._arguments(self._store.keys(queue), queue, worker, settlements)
-        refused = await self._store.run(Lane.SETTLE, "settle", queue, names, arguments)
+        lanes = self._lanes(queue, settlements)
+        refused = await self._store.run_on_lines(Purpose.SETTLE, "settle", queue, names, arguments, lanes)
         answers = [Answer.APPLIED] * len(settlements)
         for position, word in zip(refused[::2], refused[1::2], strict=True):
             answers[position - 1] = _ANSWERS[word]
         count_answers(self._store.counts, settlements, answers)
         return answers
+
+    def _lanes(self, queue: str, settlements: Sequence[Settlement]) -> set[int]:
+        """Those that the leases are in, and those in which jobs go that are given back."""
+        lanes = lanes_of(settlement.claim.lease.place for settlement in settlements)
+        back = {each.claim.tenant_id for each in settlements if type(each.verdict) is Release}
+        return lanes | self._store.lanes(queue).of_tenants(back) if back else lanes
 
     def _arguments(
         self, keys: Keys, queue: str, worker: str, settlements: Sequence[Settlement]
@@ -68,12 +76,16 @@ class Settling:
         expiring: list[bytes] = []
         jobs: list[Any] = []
         bodies: list[bytes] = []
-        ids: tuple[list[str], ...] = tuple([] for _ in keys.streams)
+        ids: dict[int, list[str]] = {}
         for settlement in settlements:
             claim = settlement.claim
             lease = claim.lease
-            line, _, message_id = lease.place.partition(":")
-            ids[int(line)].append(message_id)
+            place, _, message_id = lease.place.partition(":")
+            line = int(place)
+            of_line = ids.get(line)
+            if of_line is None:
+                of_line = ids[line] = []
+            of_line.append(message_id)
             records.append(keys.job(lease.job_id))
             key_index, keep_ms = 0, 0
             if claim.idempotency_key != lease.job_id:
@@ -91,7 +103,7 @@ class Settling:
                     delay_ms = max(delay_ms, options.pending_idle_ms)
                 more = (delay_ms, key_index, keep_ms, letter, tenant)
             bodies.append(body)
-            jobs += (int(line), message_id, lease.deliveries, lease.token, lease.job_id, target, data)
+            jobs += (line, message_id, lease.deliveries, lease.token, lease.job_id, target, data)
             jobs += (claim.attempt, retries, more)
         arguments = [
             store.names.group,
@@ -104,14 +116,14 @@ class Settling:
             int(options.ledger),
             int(bool(store.names.stream_dlq)),
             parking,
+            wire.pack([part for line, of_line in ids.items() for part in (line, *_span(of_line))]),
+            wire.pack(jobs),
         ]
-        for of_line in ids:
-            arguments += _span(of_line)
-        return [*fixed_keys(keys), *records, *expiring], [*arguments, wire.pack(jobs), *bodies]
+        return [*fixed_keys(keys), *records, *expiring], [*arguments, *bodies]
 
 
 def fixed_keys(keys: Keys) -> tuple[bytes, ...]:
-    """KEYS 1 to 15 of `settle` and `move`."""
+    """KEYS 1 to 18 of `settle` and `move`."""
     return (
         *keys.streams,
         keys.feed,
@@ -126,13 +138,13 @@ def fixed_keys(keys: Keys) -> tuple[bytes, ...]:
         keys.control,
         keys.waiters,
         keys.notices,
+        keys.wake,
+        keys.lanes,
     )
 
 
 def _span(ids: Sequence[str]) -> tuple[int, str, str]:
     """How many message ids, their lowest and highest instant. As numbers: other programs may choose ids by hand."""
-    if not ids:
-        return 0, "", ""
     instants = [int(message_id.partition("-")[0]) for message_id in ids]
     return len(ids), str(min(instants)), str(max(instants))
 
@@ -176,7 +188,9 @@ def _other_verdict(settlement: Settlement, ledger: bool) -> tuple[Any, ...]:
         case DeadLetter() | Suspend():
             data = failure = wire.failure_text(verdict.failure)
         case Hold():
-            data = wire.encode_json({"message": verdict.message}).decode()
+            data = wire.encode_json(
+                {"message": verdict.message} | ({"ask": verdict.ask} if verdict.ask else {})
+            ).decode()
         case Release():
             data = wire.encode_json({"message": verdict.message, "started": verdict.started}).decode()
     if isinstance(verdict, RetryLater | Release):

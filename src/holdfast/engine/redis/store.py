@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, Final
 
 from holdfast.engine.port import EngineOptions, RetryVia
-from holdfast.engine.redis.client import Client, Lane, Script, ScriptError
-from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, Keys, Names
+from holdfast.engine.redis.client import Client, Purpose, Script, ScriptError
+from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, WIDTH, Keys, Names
+from holdfast.engine.redis.lanes import Lanes
+from holdfast.errors import EngineUnavailable
 from holdfast.observe.counts import Counts
 
 _AUTOCLAIM_SINCE = (6, 2)
 #: How long a queue counts as introduced.
 _KNOWN_S: Final = 60.0
 _UNBOUNDED: Final = 10**15
+#: A script whose lanes change under our eyes this often in a row has more tenants than it can follow.
+_TRIES: Final = 10
 
 
 @cache
@@ -35,6 +39,7 @@ class Store:
         self.version: tuple[int, ...] = (0,)
         self._keys: dict[str, Keys] = {}
         self._known: dict[str, float] = {}
+        self._lanes: dict[str, Lanes] = {}
 
     @property
     def has_autoclaim(self) -> bool:
@@ -47,6 +52,20 @@ class Store:
         if keys is None:
             keys = self._keys[queue] = Keys(queue, self.names)
         return keys
+
+    def lanes(self, queue: str) -> Lanes:
+        """What is known of the queue's lanes."""
+        lanes = self._lanes.get(queue)
+        if lanes is None:
+            lanes = self._lanes[queue] = Lanes()
+        return lanes
+
+    async def lines_in_use(self, queue: str, purpose: Purpose) -> list[tuple[int, bytes]]:
+        """Index and stream of every line that may have messages."""
+        keys = self.keys(queue)
+        in_use: bytes = await self.client.call(purpose, b"HGET", keys.control, b"lanes") or b""
+        lanes = [0, *sorted(int(lane) for lane in in_use.split())]
+        return [(lane * WIDTH + offset, stream) for lane in lanes for offset, stream in enumerate(keys.lane(lane))]
 
     @property
     def feed_limit(self) -> int:
@@ -63,40 +82,71 @@ class Store:
 
     async def prepare(self) -> None:
         """Learn the server's version."""
-        info: bytes = await self.client.call(Lane.OTHER, b"INFO", b"server")
+        info: bytes = await self.client.call(Purpose.OTHER, b"INFO", b"server")
         for line in info.decode().splitlines():
             if line.startswith("redis_version:"):
                 self.version = tuple(int(part) for part in line.partition(":")[2].split(".")[:3] if part.isdigit())
 
     async def now_ms(self) -> int:
         """Redis's clock."""
-        seconds, microseconds = await self.client.call(Lane.OTHER, b"TIME")
+        seconds, microseconds = await self.client.call(Purpose.OTHER, b"TIME")
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def introduce(self, queue: str, *, again: bool = False) -> None:
         """Make the queue known to `queues`; now and then again, since a store that was wiped has forgotten it."""
         now = time.monotonic()
         if again or self._known.get(queue, 0.0) < now:
-            await self.client.run(Lane.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
+            await self.client.run(Purpose.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
             self._known[queue] = now + _KNOWN_S
 
     async def create_groups(self, queue: str) -> None:
         """Groups on all lines, from the beginning: never `$`, which would skip what waits already."""
         keys = self.keys(queue)
         self._known.pop(queue, None)
-        waiting = await self.client.run(
-            Lane.OTHER, _script("groups"), [*keys.streams, keys.wake], [self.names.group, WAKE_GROUP]
+        names, arguments = self._declare(
+            queue, [*keys.streams, keys.wake], [self.names.group, WAKE_GROUP], self.lanes(queue).all()
         )
+        waiting = await self.client.run(Purpose.OTHER, _script("groups"), names, arguments)
         if waiting:
             # The store was wiped, and jobs have come since.
             await self.introduce(queue)
 
-    async def run(self, lane: Lane, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
+    async def run(
+        self, purpose: Purpose, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]
+    ) -> Any:
         """A script on one queue. Groups that are gone (the store was wiped) are made again, once."""
         try:
-            return await self.client.run(lane, _script(name), keys, arguments)
+            return await self.client.run(purpose, _script(name), keys, arguments)
         except ScriptError as exc:
             if "NOGROUP" not in str(exc):
                 raise
         await self.create_groups(queue)
-        return await self.client.run(lane, _script(name), keys, arguments)
+        return await self.client.run(purpose, _script(name), keys, arguments)
+
+    async def run_on_lines(
+        self,
+        purpose: Purpose,
+        name: str,
+        queue: str,
+        keys: Sequence[bytes],
+        arguments: Sequence[Any],
+        lanes: Collection[int],
+    ) -> Any:
+        """A script that touches lines: with these lanes declared beside lane 0, and more if it needs them."""
+        for _ in range(_TRIES):
+            reply = await self.run(purpose, name, queue, *self._declare(queue, keys, arguments, lanes))
+            if type(reply) is not list or not reply or reply[0] != b"lanes":
+                return reply
+            lanes = {*lanes, *self.lanes(queue).learn(reply[1:])}
+        raise EngineUnavailable(
+            f"the tenants of queue {queue!r} come and go faster than they can be followed; try again"
+        )
+
+    def _declare(
+        self, queue: str, keys: Sequence[bytes], arguments: Sequence[Any], lanes: Collection[int]
+    ) -> tuple[Sequence[bytes], Sequence[Any]]:
+        if not lanes:
+            return keys, [*arguments, b""]
+        of_queue = self.keys(queue)
+        streams = [stream for lane in lanes for stream in of_queue.lane(lane)]
+        return [*keys, *streams], [*arguments, " ".join(map(str, lanes))]

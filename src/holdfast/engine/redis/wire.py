@@ -28,6 +28,7 @@ from holdfast.core.job import (
 )
 from holdfast.core.states import FINAL, State
 from holdfast.core.verdict import MESSAGE_MALFORMED
+from holdfast.engine.redis.keys import WIDTH
 
 PROTOCOL_VERSION: Final = 1
 MARKER: Final = b"holdfast"
@@ -180,9 +181,16 @@ def _foreign_meta(fields: Mapping[bytes, bytes], line: int) -> Meta:
             values = msgspec.json.decode(context, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise Malformed(f"context is no JSON object: {exc}") from exc
-    if retries is None and values is None and line == Priority.NORMAL:
+    priority = priority_of(line)
+    if retries is None and values is None and priority is Priority.NORMAL:
         return EMPTY_META
-    return Meta(priority=line, max_retries=retries, context=values)
+    return Meta(priority=priority, max_retries=retries, context=values)
+
+
+def priority_of(line: int) -> Priority:
+    """What the line says of a message that says nothing itself; of one that was taken from its line, nothing."""
+    place = line % WIDTH
+    return Priority(place) if place < len(Priority) else Priority.NORMAL
 
 
 def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, failure: Failure, dlq_id: str) -> Body:
@@ -198,7 +206,7 @@ def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, fa
         attempts="0",
         retries="0",
         created_at=entry_id.split(b"-")[0].decode(),
-        line=str(line),
+        line=str(int(priority_of(line))),
         failure=failure_text(failure),
         finished_at_ms=int(entry_id.split(b"-")[0]),
     )

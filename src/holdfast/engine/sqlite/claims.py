@@ -7,11 +7,12 @@ from typing import Final
 
 import msgspec
 
-from holdfast.core.job import Claim, Failure, Lease, read_order
+from holdfast.core.job import Claim, Failure, Lease
 from holdfast.core.states import HEARTBEAT_EVENT, State, event_for
 from holdfast.core.verdict import POISON_PILL, Answer, DeadLetter, advance
 from holdfast.engine.port import Promotion
 from holdfast.engine.sqlite.journal import Journal
+from holdfast.engine.sqlite.line import READY, head_of_line
 from holdfast.engine.sqlite.moves import Move, Moves
 from holdfast.engine.sqlite.policy import Policy
 from holdfast.engine.sqlite.rows import INSTANT, LEASE_ROWS, NAMES, WORK_ROWS, WorkRow, row_of
@@ -21,20 +22,14 @@ _CLAIMED: Final = event_for(State.QUEUED, State.RUNNING)
 _RECLAIMED: Final = event_for(State.RUNNING, State.RUNNING)
 
 
-class Ready(msgspec.Struct, array_like=True, frozen=True):
-    """A queue that is not paused, as an idle worker sees it."""
-
-    queue: str
-    in_line: bool
-    next_due_at: int | None
-
-
 class Found(msgspec.Struct, frozen=True):
     """What a claim got, how many waiting jobs it put in line on its way, and when to look again (0: when woken)."""
 
     claims: list[Claim]
     promoted: int
     next_due_at_ms: int
+    #: Jobs are in line whose tenant has as many running as it may: look again when one of them ends.
+    held_back: bool
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -43,9 +38,6 @@ class Taken(msgspec.Struct, frozen=True):
     claims: list[Claim]
     reclaimed: int
     poisoned: int
-
-
-_READY: Final = msgspec.json.Decoder(list[Ready])
 
 
 def claim(
@@ -59,34 +51,22 @@ def claim(
 ) -> Found:
     """Lease what may run now. Lazy: an idle worker writes nothing (unless a queue has not seen it for long)."""
     now_ms = policy.clock.now_ms()
-    ready = transaction.rows("ready", _READY, queues=json_list(queues))
+    ready = transaction.rows("ready", READY, queues=json_list(queues))
     busy = [each for each in ready if each.in_line or (each.next_due_at is not None and each.next_due_at <= now_ms)]
     for queue in unseen:
         transaction.begin()
         transaction.run("see_worker", worker=worker, queue=queue, now=now_ms)
     claims: list[Claim] = []
-    promoted = 0
+    promoted, held_back = 0, False
     for each in busy:
         if len(claims) < limit:
             transaction.begin()
-            rows, more = _head_of_line(transaction, each.queue, limit - len(claims), turn, now_ms)
-            promoted += more
-            claims += _claim_rows(transaction, policy, worker, each.queue, rows)
+            head = head_of_line(transaction, each, limit - len(claims), turn, now_ms)
+            promoted += head.promoted
+            held_back |= head.held_back
+            claims += _claim_rows(transaction, policy, worker, each.queue, head.rows)
     later = [each.next_due_at for each in ready if each.next_due_at is not None and each.next_due_at > now_ms]
-    return Found(claims, promoted, min(later, default=0))
-
-
-def _head_of_line(
-    transaction: Transaction, queue: str, limit: int, turn: int, now_ms: int
-) -> tuple[list[WorkRow], int]:
-    """The jobs to lease next. If the line is too short, as many as are due and find room in this claim join it."""
-    first, second, third = read_order(turn)
-    line: dict[str, Value] = {"queue": queue, "first": first, "second": second, "third": third}
-    rows = transaction.rows("claimable", WORK_ROWS, limit=limit, **line)
-    if len(rows) == limit:
-        return rows, 0
-    promoted = transaction.run("promote", queue=queue, now=now_ms, limit=limit - len(rows))
-    return (transaction.rows("claimable", WORK_ROWS, limit=limit, **line) if promoted else rows), promoted
+    return Found(claims, promoted, min(later, default=0), held_back)
 
 
 def _claim_rows(
@@ -95,20 +75,28 @@ def _claim_rows(
     if not rows:
         return []
     journal = Journal(transaction, queue, policy.options.feed_limit)
-    claims = _start(transaction, policy, journal, worker, queue, rows)
+    claims = start(transaction, policy, journal, worker, queue, rows)
     journal.close()
     return claims
 
 
-def _start(
-    transaction: Transaction, policy: Policy, journal: Journal, worker: str, queue: str, rows: Sequence[WorkRow]
+def start(
+    transaction: Transaction,
+    policy: Policy,
+    journal: Journal,
+    worker: str,
+    queue: str,
+    rows: Sequence[WorkRow],
+    *,
+    early: bool = False,
 ) -> list[Claim]:
-    """From the line, or from the pending list, into a worker's hands."""
+    """From the line, or from the pending list, into a worker's hands; `early`: from wherever they wait."""
     now_ms = policy.clock.now_ms()
     ids = json_list([row.id for row in rows])
     journal.wrote(*transaction.add("start_events", ids=ids, worker=worker, type=_CLAIMED, now=now_ms))
     until = now_ms + policy.options.visibility_timeout_ms
-    expect(transaction.run("start", ids=ids, worker=worker, now=now_ms, until=until), len(rows), "claim")
+    changed = transaction.run("start", ids=ids, worker=worker, now=now_ms, until=until, early=int(early))
+    expect(changed, len(rows), "claim")
     return [row.as_started(queue, worker, now_ms) for row in rows]
 
 
@@ -196,7 +184,7 @@ def _reclaim_from(transaction: Transaction, policy: Policy, worker: str, queue: 
 
     journal = Journal(transaction, queue, policy.options.feed_limit)
     claims = _take_over(transaction, policy, journal, worker, queue, lost) if lost else []
-    claims += _start(transaction, policy, journal, worker, queue, due) if due else []
+    claims += start(transaction, policy, journal, worker, queue, due) if due else []
     if poison:
         moves = Moves(transaction, policy, queue)
         for row in poison:

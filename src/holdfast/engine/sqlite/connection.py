@@ -16,7 +16,7 @@ from holdfast.engine.sqlite.statements import statement
 from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch, Unavailable
 
 #: Version of the whole file, `sql/schema.sql` and the ledger's tables; `upgrade.py` brings older files to it.
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 #: "hold" in ASCII: tells our files from other programs'.
 APPLICATION_ID: Final = 0x686F6C64
 

@@ -12,34 +12,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Final, TypeVar
 
-import msgspec
-
 from holdfast.clock import Clock, SystemClock
-from holdfast.core.job import Claim, Envelope, JobView, Lease, Receipt
-from holdfast.core.states import FINAL, State
+from holdfast.core.job import Claim, Consent, Envelope, JobView, Lease, Receipt
+from holdfast.core.states import State
 from holdfast.core.verdict import Answer, Settlement
 from holdfast.engine.port import (
     MAX_BATCH,
-    Cancelled,
     Control,
-    Controlled,
-    Due,
     Engine,
     EngineOptions,
     FeedEntry,
-    Finding,
     KnownKey,
-    Notice,
     Promotion,
-    QueueStats,
     Survey,
-    feed_finding,
+    check_control,
 )
 from holdfast.engine.sqlite import claims, intake, operating, restoring, settling, upkeep
 from holdfast.engine.sqlite.batches import all_of, in_order, steps_of
-from holdfast.engine.sqlite.doctor import examine
+from holdfast.engine.sqlite.looking import Looking
 from holdfast.engine.sqlite.policy import Policy
-from holdfast.engine.sqlite.rows import CONTROL, EVENT_ROWS, INSTANT, NAMES, VIEW_ROWS, as_entries
+from holdfast.engine.sqlite.rows import EVENT_ROWS, INSTANT, NAMES, as_entries
 from holdfast.engine.sqlite.store import Place, Store
 from holdfast.engine.sqlite.transaction import Transaction, json_list
 from holdfast.engine.tally import count_answers
@@ -51,11 +43,8 @@ T = TypeVar("T")
 #: How often to look at the engine's clock while a job is known to fall due: it may be a test's.
 _TICK_S: Final = 0.05
 
-_STATS: Final = msgspec.json.Decoder(tuple[list[tuple[State, int]], int, int, int, int, int])
-_NOTICES: Final = msgspec.json.Decoder(list[tuple[int, str, str, str, int]])
 
-
-class SqliteEngine(Engine):
+class SqliteEngine(Looking, Engine):
     """Decides, in one SQLite file. `":memory:"` is a temporary file of its own, gone with the engine."""
 
     def __init__(
@@ -71,8 +60,7 @@ class SqliteEngine(Engine):
         self._turn = 0
         #: When a worker was last entered as reading from a queue.
         self._entered: dict[tuple[str, str], int] = {}
-        #: The last notice heard, of each queue and at the beginning.
-        self._heard: dict[str, int] = {}
+        self._heard = {}
         self._heard_first = 0
 
     # Life ------------------------------------------------------------------------------------------
@@ -90,6 +78,8 @@ class SqliteEngine(Engine):
     def sibling(self) -> SqliteEngine:
         twin = SqliteEngine.__new__(SqliteEngine)
         twin._set_up(self._store.place, self._policy)
+        # What happens in a process is counted in one place.
+        twin.counts = self.counts
         return twin
 
     @property
@@ -130,7 +120,10 @@ class SqliteEngine(Engine):
         with self._store.waiters.for_work(queues) as bell:
             while True:
                 bell.clear()
+                # Also while it looks: a place may become free between the look and the wait.
+                bell.wants_places = True
                 found = await self._claim_now(worker, queues, limit)
+                bell.wants_places = found.held_back
                 if found.claims or loop.time() >= deadline:
                     return found.claims
                 while not bell.is_rung and loop.time() < deadline and not self._is_due(found.next_due_at_ms):
@@ -197,6 +190,7 @@ class SqliteEngine(Engine):
         self.counts.reclaimed += taken.reclaimed
         self.counts.claimed += len(taken.claims) - taken.reclaimed
         self.counts.poisoned += taken.poisoned
+        self.counts.dead += taken.poisoned
         return taken.claims
 
     async def leave(self, worker: str, queues: Sequence[str]) -> None:
@@ -207,104 +201,54 @@ class SqliteEngine(Engine):
     # Operators -------------------------------------------------------------------------------------
 
     async def move(
-        self, queue: str, job_id: str, to: State, *, actor: str, reason: str, expected: State | None = None
+        self,
+        queue: str,
+        job_id: str,
+        to: State,
+        *,
+        actor: str,
+        reason: str,
+        expected: State | None = None,
+        event: str = "",
+        consent: Consent | None = None,
+        audit: str = "",
     ) -> State:
+        order = operating.Order(
+            actor=actor, reason=reason, expected=expected, event=event, consent=consent, audit=audit
+        )
+        before = await self._operate(operating.move, queue, job_id, to, order)
+        self.counts.given_up += to is State.DLQ_PENDING
+        return before
+
+    async def set_control(
+        self,
+        queue: str,
+        control: Control,
+        *,
+        expected: Control | None = None,
+        actor: str = "",
+        reason: str = "",
+        audit: str = "",
+    ) -> None:
+        check_control(control)
+        order = operating.Order(actor=actor, reason=reason, audit=audit)
+        await self._store.write(operating.set_control, self._policy, queue, control, expected, order)
+
+    async def expedite(self, queue: str, job_id: str, *, actor: str, reason: str, audit: str = "") -> None:
+        order = operating.Order(actor=actor, reason=reason, audit=audit)
+        await self._operate(operating.expedite, queue, job_id, order)
+
+    async def take(self, worker: str, queue: str, job_id: str) -> Claim:
+        claim = await self._operate(operating.take, worker, queue, job_id)
+        self.counts.claimed += 1
+        return claim
+
+    async def _operate(self, step: Callable[..., T], *arguments: object) -> T:
         try:
-            return await self._store.write(operating.move, self._policy, queue, job_id, to, actor, reason, expected)
+            return await self._store.write(step, self._policy, *arguments)
         except TransitionInvalid:
             self.counts.illegal_moves += 1
             raise
-
-    async def control(self, queue: str) -> Control:
-        return (await self._store.reader.rows("control", CONTROL, queue=queue)).as_control()
-
-    async def set_control(self, queue: str, control: Control) -> None:
-        await self._store.write(operating.set_control, queue, control)
-
-    # Readers ---------------------------------------------------------------------------------------
-
-    async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobView | None]:
-        rows = await self._store.reader.rows(
-            "get", VIEW_ROWS, queue=queue, ids=json_list(list(job_ids)), expired=self._expired_ms()
-        )
-        views = {row.job_id: row.as_view() for row in rows}
-        return [views.get(job_id) for job_id in job_ids]
-
-    async def find(self, queue: str, states: Collection[State], limit: int) -> list[JobView]:
-        rows = await self._store.reader.rows(
-            "find",
-            VIEW_ROWS,
-            queue=queue,
-            states=json_list([state.value for state in states]),
-            limit=max(0, limit),
-            expired=self._expired_ms(),
-        )
-        return [row.as_view() for row in rows]
-
-    def _expired_ms(self) -> int:
-        return self._policy.clock.now_ms() - self.options.finished_ttl_ms
-
-    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobView | None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_ms / 1000
-        with self._store.waiters.for_end(queue, job_id) as bell:
-            while True:
-                bell.clear()
-                (view,) = await self.get(queue, [job_id])
-                if view is None or view.state in FINAL or loop.time() >= deadline:
-                    return view
-                await bell.wait(deadline - loop.time())
-
-    async def stats(self, queue: str) -> QueueStats:
-        now_ms = self._policy.clock.now_ms()
-        states, delayed, workers, entries, dead, unread = await self._store.reader.rows(
-            "stats", _STATS, queue=queue, now=now_ms
-        )
-        counts: dict[State, int] = {}
-        for state, count in states:
-            counts[state] = counts.get(state, 0) + count
-        return QueueStats(
-            queue=queue,
-            states=counts,
-            delayed=delayed,
-            control=await self.control(queue),
-            workers=workers,
-            feed_entries=entries,
-            feed_share=unread / self.options.feed_max_bytes,
-            dead_letters=dead,
-        )
-
-    async def queues(self) -> list[str]:
-        return await self._store.reader.rows("queues", NAMES)
-
-    async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_ms / 1000
-        with self._store.waiters.for_notices(queues) as bell:
-            while True:
-                bell.clear()
-                notices = await self._hear(queues)
-                if notices or loop.time() >= deadline:
-                    return notices
-                await bell.wait(deadline - loop.time())
-
-    async def _hear(self, queues: Sequence[str]) -> list[Notice]:
-        heard = {queue: self._heard.get(queue, self._heard_first) for queue in queues}
-        after = min(heard.values(), default=0)
-        rows = await self._store.reader.rows("notices", _NOTICES, queues=json_list(list(queues)), after=after)
-        news = [row for row in rows if row[0] > heard[row[1]]]
-        self._heard |= {queue: number for number, queue, *_ in news}
-        return [_notice(queue, kind, job_id, at_ms) for _, queue, kind, job_id, at_ms in news]
-
-    async def now_ms(self) -> int:
-        return self._policy.clock.now_ms()
-
-    async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
-        place = self._store.place
-        findings = await self._store.reader.ask(
-            lambda connection: examine(connection, place.path, durable=not place.temporary)
-        )
-        return findings + [feed_finding(await self.stats(queue)) for queue in queues]
 
     # The ledger's end ------------------------------------------------------------------------------
 
@@ -329,7 +273,7 @@ class SqliteEngine(Engine):
                 await bell.wait(deadline - loop.time())
 
     async def forget(self, queue: str, position: str) -> None:
-        await self._store.write(upkeep.forget, queue, position)
+        await self._store.write(upkeep.forget, self._policy, queue, position)
 
     async def survey(self, queue: str, job_ids: Sequence[str]) -> Survey:
         return await restoring.survey(self._store.reader, self._policy, queue, job_ids)
@@ -343,10 +287,11 @@ class SqliteEngine(Engine):
             await self._store.write(restoring.remember_keys, queue, keys[start : start + MAX_BATCH])
 
     async def prune(self, queues: Sequence[str]) -> int:
-        count = await self._prune_all(upkeep.prune_effects)
+        count = await self._prune_all(upkeep.prune_effects) + await self._prune_all(upkeep.prune_log)
         for queue in queues:
             count += await self._prune_jobs(queue)
             count += await self._prune_all(upkeep.prune_keys, queue)
+            count += await self._prune_all(upkeep.prune_audits, queue)
             count += await self._store.write(upkeep.prune_rest, self._policy, queue)
         return count
 
@@ -367,11 +312,3 @@ class SqliteEngine(Engine):
             if gone < upkeep.PRUNE_BATCH:
                 break
         return count
-
-
-def _notice(queue: str, kind: str, job_id: str, at_ms: int) -> Notice:
-    if kind == "cancelled":
-        return Cancelled(queue, job_id)
-    if kind == "due":
-        return Due(queue, at_ms)
-    return Controlled(queue)

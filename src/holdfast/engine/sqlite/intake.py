@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,12 +10,13 @@ import msgspec
 
 from holdfast.core.job import Envelope, Priority, Receipt
 from holdfast.core.states import State
-from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_PAUSED
+from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_FULL, INTAKE_PAUSED
 from holdfast.engine.sqlite.journal import Journal, notify_due
+from holdfast.engine.sqlite.people import Question, ask
 from holdfast.engine.sqlite.policy import Policy
-from holdfast.engine.sqlite.rows import encode_meta
+from holdfast.engine.sqlite.rows import encode_meta, tenant_controls
 from holdfast.engine.sqlite.transaction import Transaction, Value, expect, json_list
-from holdfast.errors import FeedFull, FeedUnread, IntakeRefused, InvalidOption, InvalidPayload
+from holdfast.errors import FeedFull, FeedUnread, IntakeLimited, IntakeRefused, InvalidOption, InvalidPayload
 
 _PRIORITIES: Final = frozenset(int(priority) for priority in Priority)
 
@@ -33,8 +35,14 @@ class KnownKey(msgspec.Struct, array_like=True, frozen=True):
     expired: bool
 
 
+class KnownControl(msgspec.Struct, array_like=True, frozen=True):
+    intake_paused: int = 0
+    intake_limit: int | None = None
+    tenants: str | None = None
+
+
 class Known(msgspec.Struct, array_like=True, frozen=True):
-    intake_paused: int
+    control: KnownControl | None
     has_reader: int
     unread_bytes: int | None
     jobs: list[KnownJob]
@@ -42,15 +50,17 @@ class Known(msgspec.Struct, array_like=True, frozen=True):
 
 
 _KNOWN: Final = msgspec.json.Decoder(Known)
+_BACKLOG: Final = msgspec.json.Decoder(tuple[int, list[tuple[str, int]]])
 
 
 def submit(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
-    """One receipt each; raises `IntakeRefused` and keeps nothing if the queue takes no jobs."""
+    """One receipt each; raises `IntakeRefused` and keeps nothing if the queue takes no jobs, or not so many."""
     now_ms = policy.clock.now_ms()
     known = _look_up(transaction, policy, queue, envelopes, now_ms)
     _check_intake(known, policy, queue)
     receipts, accepted = _sort_out(known, envelopes)
     if accepted:
+        _check_limits(transaction, known.control or KnownControl(), queue, accepted)
         _write(transaction, policy, queue, accepted, now_ms)
     return receipts
 
@@ -85,13 +95,38 @@ def _look_up(transaction: Transaction, policy: Policy, queue: str, envelopes: Se
 
 
 def _check_intake(known: Known, policy: Policy, queue: str) -> None:
-    if known.intake_paused:
+    if known.control is not None and known.control.intake_paused:
         raise IntakeRefused(queue, INTAKE_PAUSED)
     if policy.options.ledger and not known.has_reader:
         raise FeedUnread(queue, FEED_UNREAD)
     limit = policy.options.feed_max_bytes
     if known.unread_bytes is not None and known.unread_bytes > limit:
         raise FeedFull(queue, FEED_BEHIND)
+
+
+def _check_limits(transaction: Transaction, control: KnownControl, queue: str, envelopes: Sequence[Envelope]) -> None:
+    """Raise `IntakeLimited` if the queue, or a tenant's part of it, would grow over its limit."""
+    coming = Counter(envelope.tenant_id for envelope in envelopes)
+    hands = tenant_controls(control.tenants)
+    limits = {
+        tenant: limit for tenant in coming if tenant in hands and (limit := hands[tenant].intake_limit) is not None
+    }
+    limit = control.intake_limit
+    if limit is None and not limits:
+        return
+    count, tenants = transaction.rows(
+        "backlog",
+        _BACKLOG,
+        queue=queue,
+        most=0 if limit is None else limit + 1,
+        tenants=json_list(list(limits)),
+        most_each=max(limits.values(), default=0) + 1,
+    )
+    if limit is not None and count + len(envelopes) > limit:
+        raise IntakeLimited(queue, f"{INTAKE_FULL} (its limit is {limit})")
+    for tenant, already in tenants:
+        if already + coming[tenant] > limits[tenant]:
+            raise IntakeLimited(queue, f"{INTAKE_FULL} (the limit of tenant {tenant!r} is {limits[tenant]})")
 
 
 def _sort_out(known: Known, envelopes: Sequence[Envelope]) -> tuple[list[Receipt], list[Envelope]]:
@@ -129,6 +164,12 @@ def _write(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequ
     size = sum(len(envelope.payload) for envelope in envelopes)
     journal.wrote(*transaction.add("submit_events", first=last - count + 1, last=last), size)
     journal.close()
+    questions = [
+        Question(each.tenant_id, each.job_id, each.task, each.meta.ask)
+        for each in envelopes
+        if each.hold and each.meta.ask is not None
+    ]
+    ask(transaction, policy, queue, questions)
     transaction.effects.ready.add(queue)
     # In place 10 of a row: when a delayed job is due.
     dues = [row[10] for row in rows if row[10] is not None]

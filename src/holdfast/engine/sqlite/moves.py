@@ -11,9 +11,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from holdfast.core.fingerprint import fingerprint
 from holdfast.core.job import Failure, Meta, new_job_ids
-from holdfast.core.states import FINAL, State, check_move, event_for
+from holdfast.core.states import FINAL, State, check_move, chosen_event, event_for
 from holdfast.engine.sqlite.journal import Journal, notify_due
+from holdfast.engine.sqlite.people import Question, ask
 from holdfast.engine.sqlite.policy import Policy
 from holdfast.engine.sqlite.rows import encode_meta
 from holdfast.engine.sqlite.transaction import Transaction, Value, expect, json_list
@@ -65,6 +67,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     #: … and the one that the event is about, if that is another.
     event_attempt: int | None = None
     worker: str = ""
+    #: What the move means, where it can mean several things.
+    event: str = ""
     message: str = ""
     data: dict[str, Any] | None = None
     failure: Failure | None = None
@@ -92,8 +96,9 @@ class Moves:
         self._dead_ids: list[int] = []
 
     def add(self, move: Move) -> None:
-        """Raises `TransitionInvalid` if the table does not know it."""
+        """Raises `TransitionInvalid` if the table does not know it, `InvalidOption` if it cannot mean its event."""
         check_move(move.job.job_id, move.job.state, move.to)
+        event = chosen_event(move.job.state, move.to, move.event)
         self._moves.append(move)
         dead = move.to is State.DLQ_PENDING and not self._policy.options.ledger
         steps = (move.to, *_TO_THE_END) if dead else (move.to,)
@@ -101,7 +106,7 @@ class Moves:
         if move.to is State.DLQ_PENDING:
             meta = msgspec.structs.replace(meta, dlq_id=new_job_ids(1)[0])
         dlq_id = meta.dlq_id if move.to in _BURIED else ""
-        self._add_events(move, meta, steps, dlq_id)
+        self._add_events(move, event, meta, steps, dlq_id)
         self._changes.append(self._change(move, meta, len(steps), dlq_id))
         if dead:
             self._dead_ids.append(move.job.id)
@@ -117,6 +122,7 @@ class Moves:
         expect(changed, count, "move")
         if self._dead:
             self._bury()
+        ask(self._transaction, self._policy, self._queue, [each for move in self._moves if (each := _question(move))])
         self._tell()
 
     def _bury(self) -> None:
@@ -130,6 +136,8 @@ class Moves:
         effects = self._transaction.effects
         dues = []
         for move in self._moves:
+            if move.job.state is State.RUNNING:
+                effects.freed.add(self._queue)
             if move.in_line:
                 effects.ready.add(self._queue)
             elif move.due_at_ms is not None and not move.pending:
@@ -139,7 +147,7 @@ class Moves:
         if dues:
             notify_due(self._transaction, self._queue, min(dues))
 
-    def _add_events(self, move: Move, meta: Meta, steps: Sequence[State], dlq_id: str) -> None:
+    def _add_events(self, move: Move, event: str, meta: Meta, steps: Sequence[State], dlq_id: str) -> None:
         from_state, job = move.job.state, move.job
         data, message = _details(move, meta, dlq_id), move.message or (move.failure.message if move.failure else "")
         for seq, to_state in enumerate(steps, job.last_seq + 1):
@@ -147,7 +155,7 @@ class Moves:
                 (
                     job.id,
                     seq,
-                    event_for(from_state, to_state),
+                    event or event_for(from_state, to_state),
                     from_state.value,
                     to_state.value,
                     move.attempt if move.event_attempt is None else move.event_attempt,
@@ -158,7 +166,7 @@ class Moves:
                 )
             )
             # What is behind the first step is told once.
-            from_state, message, data = to_state, "", _encode({"dlq_id": dlq_id})
+            from_state, event, message, data = to_state, "", "", _encode({"dlq_id": dlq_id})
 
     def _change(self, move: Move, meta: Meta, events: int, dlq_id: str) -> tuple[Value, ...]:
         due_at = move.due_at_ms
@@ -217,7 +225,15 @@ def _dead_letter(move: Move, meta: Meta, dlq_id: str) -> tuple[Value, ...]:
         failure.stack,
         meta.retry_count,
         _encode(meta.history),
+        fingerprint(move.job.job_type, failure),
     )
+
+
+def _question(move: Move) -> Question | None:
+    asked = move.meta.ask
+    if move.to is not State.WAITING_APPROVAL or asked is None:
+        return None
+    return Question(move.job.tenant_id, move.job.job_id, move.job.job_type, asked)
 
 
 def _last_error(failure: Failure) -> str:

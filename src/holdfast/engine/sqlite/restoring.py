@@ -12,6 +12,7 @@ from holdfast.core.states import FINAL, RESTORED_EVENT, State
 from holdfast.engine.port import MAX_BATCH, KnownKey, Survey
 from holdfast.engine.sqlite.journal import Journal, notify_due
 from holdfast.engine.sqlite.moves import error_columns
+from holdfast.engine.sqlite.people import Question, ask
 from holdfast.engine.sqlite.policy import Policy
 from holdfast.engine.sqlite.reader import Reader
 from holdfast.engine.sqlite.rows import IDS, encode_meta
@@ -105,6 +106,9 @@ def _write(transaction: Transaction, policy: Policy, queue: str, jobs: Sequence[
     events = [_event(row_id, job, now_ms) for row_id, job in enumerate(jobs, last - count + 1)]
     journal.wrote(*transaction.bulk("events", events, before=(now_ms,)))
     journal.close()
+    waiting = [job for job in jobs if job.state is State.WAITING_APPROVAL]
+    asks = [Question(job.tenant_id, job.job_id, job.task, job.meta.ask) for job in waiting if job.meta.ask]
+    ask(transaction, policy, queue, asks)
     transaction.effects.ready.add(queue)
     dues = [due for job in jobs if (due := _due_at(job, now_ms)) is not None]
     if dues:

@@ -5,7 +5,8 @@ The rows are JSON arrays; the order of their fields is that of the SELECT which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import msgspec
 from holdfast.core.job import EMPTY_META, Claim, Event, Failure, JobView, Lease, Meta
 from holdfast.core.states import State
 from holdfast.core.verdict import Answer
-from holdfast.engine.port import Control, FeedEntry
+from holdfast.engine.port import Control, FeedEntry, TenantControl
 
 
 class WorkRow(msgspec.Struct, array_like=True, frozen=True):
@@ -192,9 +193,25 @@ class ControlRow(msgspec.Struct, array_like=True, frozen=True):
     paused: bool
     intake_paused: bool
     concurrency: int | None
+    intake_limit: int | None
+    backlog_alert: int | None
+    tenants: str | None
 
     def as_control(self) -> Control:
-        return Control(self.paused, self.intake_paused, self.concurrency)
+        return Control(
+            paused=self.paused,
+            intake_paused=self.intake_paused,
+            concurrency=self.concurrency,
+            intake_limit=self.intake_limit,
+            backlog_alert=self.backlog_alert,
+            tenants=dict(tenant_controls(self.tenants)),
+        )
+
+
+@lru_cache(maxsize=256)
+def tenant_controls(text: str | None) -> Mapping[str, TenantControl]:
+    """The controls of single tenants, as a queue's row has them. Not to be changed."""
+    return msgspec.json.decode(text, type=dict[str, TenantControl]) if text else {}
 
 
 WORK_ROWS: Final = msgspec.json.Decoder(list[WorkRow])

@@ -107,6 +107,8 @@ def settle(transaction: Transaction, policy: Policy, queue: str, settlements: Se
         _succeed(transaction, policy, journal, done)
     moves.write(journal)
     journal.close()
+    if done:
+        transaction.effects.freed.add(queue)
     return answers
 
 
@@ -142,8 +144,9 @@ def _move(row: LeaseRow, token: str, settlement: Settlement, policy: Policy) -> 
             return Move(**common, failure=failure, due_at_ms=due_at_ms, pending=pending, data={"counted": counts})
         case DeadLetter(failure=failure) | Suspend(failure=failure):
             return Move(**common, failure=failure)
-        case Hold(message=message):
-            return Move(**common, message=message, data={"message": message})
+        case Hold(message=message, ask=ask):
+            asked = {} if ask is None else {"ask": ask}
+            return Move(**common, message=message, data={"message": message, **asked})
         case Release(message=message, delay_ms=delay_ms, started=started):
             # An attempt that never started is numbered again.
             common["attempt"] = row.attempt if started else row.attempt - 1

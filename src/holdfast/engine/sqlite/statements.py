@@ -2,8 +2,8 @@
 
 A file holds one statement (`schema.sql`: all of them) under a header that says what it does, what it takes and what it
 gives. Marks: `{{final}}` and the like stand for lists of state names, `{{into X}}` for the states that may move
-to X, `{{event_data}}` for what an event says, `{{rows N}}` for the rows of N values each that a bulk statement is run
-with.
+to X, `{{event_data}}` for what an event says, `{{each priority}}` for rows of one priority each, `{{rows N}}` for the
+rows of N values each that a bulk statement is run with.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNNEEDED: Final = """(
        AND NOT EXISTS (
            SELECT 1 FROM dlq_items AS letter
             WHERE letter.tenant_id = jobs.tenant_id AND letter.job_id = jobs.job_id AND letter.queue = jobs.queue
-              AND letter.status IN ('open', 'discard_requested'))
+              AND (letter.status IN ('open', 'discard_requested') OR letter.replay_pending = 1))
        AND NOT EXISTS (
            SELECT 1 FROM idempotency_keys AS effect
             WHERE effect.tenant_id = jobs.tenant_id AND effect.job_id = jobs.job_id AND effect.queue = jobs.queue
@@ -100,6 +100,8 @@ def _fill(mark: re.Match[str]) -> str:
             return _UNNEEDED
         case "event_data":
             return _EVENT_DATA
+        case "each":
+            return ", ".join(f"({int(priority)})" for priority in Priority)
         case "priorities":
             return ", ".join(str(int(priority)) for priority in Priority)
         case _:

@@ -35,6 +35,8 @@ class Effects:
     noticed: set[str] = field(default_factory=set)
     #: Queue and id of jobs that ended.
     ended: list[tuple[str, str]] = field(default_factory=list)
+    #: Queues in which leases ended: a tenant may run one more.
+    freed: set[str] = field(default_factory=set)
     #: Queues whose feed has a new entry.
     fed: set[str] = field(default_factory=set)
     #: Queues whose story a ledger's file has more of.
@@ -43,7 +45,8 @@ class Effects:
     foreign: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.foreign or self.ready or self.ended or self.noticed or self.fed or self.recorded)
+        told = (self.ready, self.ended, self.noticed, self.freed, self.fed, self.recorded)
+        return self.foreign or any(told)
 
 
 class Transaction:

@@ -28,8 +28,8 @@ def prune_jobs(transaction: Transaction, policy: Policy, queue: str, found: list
     """
     expired = transaction.rows("unneeded", IDS, queue=queue, before=_expired_ms(policy), ids=json_list(found))
     ids = json_list(expired)
-    for step in ("prune_events", "prune_steps", "prune_letters", "prune_approvals", "prune_anomalies"):
-        transaction.run(step, ids=ids)
+    for step in ("events", "steps", "letters", "votes", "approvals", "anomalies"):
+        transaction.run(f"prune_{step}", ids=ids)
     return transaction.run("prune_jobs", ids=ids)
 
 
@@ -49,6 +49,18 @@ def prune_effects(transaction: Transaction, policy: Policy) -> int:
     return transaction.run("prune_effects", now=policy.clock.now_ms(), limit=PRUNE_BATCH)
 
 
+def prune_log(transaction: Transaction, policy: Policy) -> int:
+    """Some of what operators did long ago. Call again while it gives `PRUNE_BATCH`."""
+    transaction.begin()
+    return transaction.run("prune_log", before=_expired_ms(policy), limit=PRUNE_BATCH)
+
+
+def prune_audits(transaction: Transaction, policy: Policy, queue: str) -> int:
+    """The same in the feed. Call again while it gives `PRUNE_BATCH`."""
+    transaction.begin()
+    return transaction.run("prune_audits", queue=queue, before=_expired_ms(policy), limit=PRUNE_BATCH)
+
+
 def prune_rest(transaction: Transaction, policy: Policy, queue: str) -> int:
     """Workers that are gone, and entries of a feed that nobody reads."""
     before = policy.clock.now_ms() - _LEASES_TO_FORGET * policy.options.visibility_timeout_ms
@@ -61,10 +73,10 @@ def register_reader(transaction: Transaction, policy: Policy, queue: str) -> Non
     transaction.run("register_reader", queue=queue, now=policy.clock.now_ms())
 
 
-def forget(transaction: Transaction, queue: str, position: str) -> None:
-    """The reader has everything before this position."""
+def forget(transaction: Transaction, policy: Policy, queue: str, position: str) -> None:
+    """The reader has everything before this position; a tail of it is kept for those who look over its shoulder."""
     at = parse_position(position)
-    transaction.run("forget", queue=queue, position=at)
+    transaction.run("forget", queue=queue, position=at, tail=policy.options.feed_tail)
     transaction.run("read_to", queue=queue, position=at)
 
 

@@ -18,6 +18,8 @@ class Bell:
 
     def __init__(self) -> None:
         self._rung = asyncio.Event()
+        #: Whoever waits for work has seen some that only a tenant's own limit holds back.
+        self.wants_places = False
 
     @property
     def is_rung(self) -> bool:
@@ -60,6 +62,9 @@ class Waiters:
             for bell, wanted in bells.items():
                 if effects.foreign or not wanted.isdisjoint(queues):
                     bell.ring()
+        for bell, wanted in self._for_work.items() if effects.freed else ():
+            if bell.wants_places and not wanted.isdisjoint(effects.freed):
+                bell.ring()
         for job in effects.ended if self._for_ends else ():
             for bell in self._for_ends.get(job, ()):
                 bell.ring()

@@ -21,7 +21,9 @@ from holdfast.core.job import Event
 from holdfast.core.states import State
 from holdfast.engine.port import FeedEntry
 from holdfast.errors import HoldfastError, LedgerUnavailable
+from holdfast.ledger.asking import answers_of, ask_row, closing_row, deed_row, told
 from holdfast.ledger.folding import (
+    UNKNOWN_TASK,
     Anomaly,
     Draft,
     Folded,
@@ -88,7 +90,7 @@ class PostgresProjection(Projection):
 
     def prepare(self, queue: str, entries: Sequence[FeedEntry]) -> Any:
         try:
-            return _Ready(assume(event for entry in entries for event in entry.events), queue)
+            return _Ready(assume(told(entries, queue)), queue)
         except Exception as exc:
             if not _is_refused(exc):
                 raise
@@ -107,7 +109,7 @@ class PostgresProjection(Projection):
         if not old.position:
             await self._store.execute(sql.FIRST, queue)
         at = Position(entries[-1].position, entries[-1].nonce)
-        told = [entry for entry in entries if entry.events]
+        spoken = [entry for entry in entries if entry.events]
         move = (
             queue,
             at.position,
@@ -117,10 +119,10 @@ class PostgresProjection(Projection):
             old.position,
             old.nonce,
             payload(queue, at.position),
-            [entry.position for entry in told],
-            [entry.nonce for entry in told],
+            [entry.position for entry in spoken],
+            [entry.nonce for entry in spoken],
         )
-        events = [event for entry in entries for event in entry.events]
+        events = list(told(entries, queue))
         looked_up = False
 
         async def write(how: Callable[[Connection], Any], connection: Connection) -> tuple[int, int]:
@@ -215,6 +217,10 @@ class _Ready:
             statement: (drafts, list(zip(*map(_ROWS[statement], drafts), strict=True)))
             for statement, drafts in kinds.items()
         }
+        asked, closed = answers_of(folded.drafts)
+        self.asks = [ask_row(*one, _instant) for one in asked]
+        self.closed = [closing_row(closing, _instant) for closing in closed]
+        self.deeds = [deed_row(event, queue, _instant) for event in folded.deeds]
 
 
 class _Batch:
@@ -274,6 +280,12 @@ class _Batch:
             await connection.copy_records_to_table("jobs", columns=JOB_COLUMNS, records=ready.new)
         events = event_rows(drafts, self._queue)
         await connection.copy_to_table("job_events", source=events, columns=EVENT_COLUMNS, format="binary")
+        if ready.asks:
+            await connection.execute(sql.ASK, self._queue, *zip(*ready.asks, strict=True))
+        if ready.closed:
+            await connection.execute(sql.CLOSE, self._queue, *zip(*ready.closed, strict=True))
+        if ready.deeds:
+            await connection.execute(sql.DEEDS, *zip(*ready.deeds, strict=True))
         letters = [draft for draft in drafts if draft.letter is not None]
         if letters:
             await self._bury(connection, letters)
@@ -294,9 +306,11 @@ class _Batch:
     async def _bury(self, connection: Connection, drafts: Sequence[Draft]) -> None:
         tenants, ids = [draft.tenant_id for draft in drafts], [draft.job_id for draft in drafts]
         stories: list[list[Event]] = [[] for _ in drafts]
-        for place, *row in await connection.fetch(sql.STORIES, self._queue, tenants, ids):
+        types = [UNKNOWN_TASK] * len(drafts)
+        for place, job_type, *row in await connection.fetch(sql.STORIES, self._queue, tenants, ids):
             stories[place - 1].append(_event(ids[place - 1], *row))
-        rows = [letter_row(draft, story, _instant) for draft, story in zip(drafts, stories, strict=True)]
+            types[place - 1] = job_type
+        rows = [letter_row(*of_one, _instant) for of_one in zip(drafts, types, stories, strict=True)]
         await connection.execute(sql.BURY, self._queue, *zip(*rows, strict=True))
 
     async def _note_anomalies(self, connection: Connection, anomalies: Sequence[Anomaly]) -> None:

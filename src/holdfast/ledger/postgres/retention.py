@@ -21,6 +21,7 @@ SELECT tenant_id FROM found WHERE tenant_id IS NOT NULL
 _JOB_TENANTS: Final = _TENANTS.format(table="jobs")
 _KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
 _ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
+_LOG_TENANTS: Final = _TENANTS.format(table="operator_events")
 _BEGINNING: Final = (datetime(1970, 1, 1, tzinfo=UTC), "")
 
 #: `created_at` has an index and is never later than `finished_at`. `last_seq` is how many events a job has, so that the
@@ -32,7 +33,8 @@ WITH old AS MATERIALIZED (
     WHERE tenant_id = $1 AND created_at < now() - $2::interval AND finished_at < now() - $2::interval
       AND created_at >= $3 AND (created_at, job_id) > ($3, $4)
       AND (SELECT 1 FROM dlq_items d WHERE d.tenant_id = jobs.tenant_id AND d.job_id = jobs.job_id
-              AND d.queue = jobs.queue AND d.status IN ('open', 'discard_requested') LIMIT 1) IS NULL
+              AND d.queue = jobs.queue AND (d.status IN ('open', 'discard_requested') OR d.replay_pending = 1)
+            LIMIT 1) IS NULL
       AND (SELECT 1 FROM idempotency_keys k WHERE k.tenant_id = jobs.tenant_id AND k.job_id = jobs.job_id
               AND k.queue = jobs.queue AND k.state <> 'done' LIMIT 1) IS NULL
     ORDER BY created_at, job_id LIMIT {jobs} FOR UPDATE OF jobs SKIP LOCKED
@@ -51,7 +53,10 @@ WITH old AS MATERIALIZED (
     WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
 ), decisions AS (
     DELETE FROM approvals t USING gone g
-    WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
+    WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING t.tenant_id, t.approval_id
+), votes AS (
+    DELETE FROM approval_votes t USING decisions d
+    WHERE t.tenant_id = d.tenant_id AND t.approval_id = d.approval_id RETURNING 1
 ), oddities AS (
     DELETE FROM anomalies t USING gone g
     WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
@@ -60,7 +65,8 @@ WITH old AS MATERIALIZED (
     WHERE t.tenant_id = g.tenant_id AND t.job_id = g.job_id AND t.queue = g.queue RETURNING 1
 )
 SELECT (SELECT count(*) FROM jobs_gone) + (SELECT count(*) FROM events) + (SELECT count(*) FROM steps)
-     + (SELECT count(*) FROM letters) + (SELECT count(*) FROM decisions) + (SELECT count(*) FROM oddities) AS gone,
+     + (SELECT count(*) FROM letters) + (SELECT count(*) FROM decisions) + (SELECT count(*) FROM votes)
+     + (SELECT count(*) FROM oddities) AS gone,
        (SELECT count(*) FROM old) = {jobs} OR (SELECT count(*) FROM old) > (SELECT count(*) FROM gone) AS more,
        last.created_at, last.job_id, now() - $2::interval AS before
   FROM (SELECT 1) one
@@ -77,6 +83,16 @@ WITH gone AS (
     ORDER BY at LIMIT $3 FOR UPDATE SKIP LOCKED
 ), dropped AS (
     DELETE FROM anomalies a USING gone g WHERE a.tenant_id = g.tenant_id AND a.id = g.id RETURNING 1
+)
+SELECT count(*) FROM dropped
+"""
+
+PRUNE_LOG: Final = """
+WITH gone AS (
+    SELECT tenant_id, id FROM operator_events
+    WHERE tenant_id = $1 AND at < now() - $2::interval ORDER BY at LIMIT $3 FOR UPDATE SKIP LOCKED
+), dropped AS (
+    DELETE FROM operator_events e USING gone g WHERE e.tenant_id = g.tenant_id AND e.id = g.id RETURNING 1
 )
 SELECT count(*) FROM dropped
 """
@@ -126,6 +142,9 @@ async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: Marks | N
         for (tenant,) in await connection.fetch(_ANOMALY_TENANTS):
             if gone < limit:
                 gone += await connection.fetchval(PRUNE_ANOMALIES, tenant, keep, limit - gone)
+        for (tenant,) in await connection.fetch(_LOG_TENANTS):
+            if gone < limit:
+                gone += await connection.fetchval(PRUNE_LOG, tenant, keep, limit - gone)
         for (tenant,) in await connection.fetch(_KEY_TENANTS):
             if gone < limit:
                 gone += await connection.fetchval(PRUNE_KEYS, tenant, limit - gone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from holdfast.ledger.asking import ASK_COLUMNS, CLOSING_COLUMNS, DEED_COLUMNS
 from holdfast.ledger.folding import UNKNOWN_PAYLOAD, UNKNOWN_TASK
 from holdfast.ledger.postgres.news import CHANNEL
 
@@ -118,10 +119,12 @@ LOOK_UP: Final = f"""
 SELECT u.place, j.state, j.last_seq FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}"""  # noqa: S608
 
 STORIES: Final = f"""
-SELECT u.place, e.type, e.from_state, e.to_state, e.attempt, e.worker, e.message, e.data, e.at
-  FROM {_NAMES} AS u
+SELECT u.place, j.job_type, e.type, e.from_state, e.to_state, e.attempt, e.worker, e.message, e.data, e.at
+  FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}
   JOIN job_events AS e ON e.tenant_id = u.tenant_id AND e.job_id = u.job_id AND e.queue = u.queue
  ORDER BY u.place, e.seq"""  # noqa: S608
+
+_ASK_TYPES: Final = (*("text",) * 8, "int", "timestamptz", "text", "timestamptz")
 
 #: A job that dies twice (after a fork) has one item, of its last death.
 _BURIED: Final = (
@@ -135,18 +138,50 @@ _BURIED: Final = (
     ("history", "text"),
     ("failed_at", "timestamptz"),
     ("acked_at", "timestamptz"),
+    ("fingerprint", "text"),
 )
+#: The same letter again (the engine had forgotten it, and is told of it anew) keeps what people made of it.
+_SAME: Final = "d.dlq_id = excluded.dlq_id"
 BURY: Final = f"""
 INSERT INTO dlq_items AS d (
     tenant_id, dlq_id, job_id, queue, job_type, trace_id, payload, error_code, error, stack, retry_count, history,
-    failed_at, acked_at)
+    failed_at, acked_at, fingerprint)
 SELECT j.tenant_id, u.dlq_id, j.job_id, j.queue, j.job_type, j.trace_id, j.payload, u.error_code, u.error, u.stack,
-       u.retry_count, u.history, u.failed_at, u.acked_at
+       u.retry_count, u.history, u.failed_at, u.acked_at, u.fingerprint
   FROM {_given(_BURIED)} AS u JOIN jobs AS j ON {_THE_JOB}
 ON CONFLICT (tenant_id, job_id, queue) DO UPDATE
    SET dlq_id = excluded.dlq_id, error_code = excluded.error_code, error = excluded.error, stack = excluded.stack,
        retry_count = excluded.retry_count, history = excluded.history, failed_at = excluded.failed_at,
-       acked_at = excluded.acked_at, status = 'open'"""  # noqa: S608
+       acked_at = excluded.acked_at, fingerprint = excluded.fingerprint,
+       status = CASE WHEN {_SAME} THEN d.status ELSE 'open' END,
+       replay_pending = CASE WHEN {_SAME} THEN d.replay_pending ELSE 0 END"""  # noqa: S608
+
+#: Not a second time: a question is asked once, and may have been answered.
+ASK: Final = f"""
+INSERT INTO approvals (
+    tenant_id, approval_id, job_id, queue, job_type, name, payload_hash, policies, reason, details, quorum, deadline,
+    requested_by, requested_at)
+SELECT j.tenant_id, u.approval_id, j.job_id, j.queue, j.job_type, u.name, u.payload_hash, u.policies, u.reason,
+       u.details, u.quorum, u.deadline, u.requested_by, u.requested_at
+  FROM {_given(tuple(zip(ASK_COLUMNS, _ASK_TYPES, strict=True)))} AS u JOIN jobs AS j ON {_THE_JOB}
+ON CONFLICT DO NOTHING"""  # noqa: S608
+
+_CLOSING_TYPES: Final = (*("text",) * (len(CLOSING_COLUMNS) - 1), "timestamptz")
+#: Their jobs went on; nobody has to be told of it.
+CLOSE: Final = f"""
+UPDATE approvals AS j
+   SET status = u.status, decided_by = u.decided_by, decided_at = u.at, decision_reason = u.decision_reason,
+       acked_at = u.at
+  FROM {_given(tuple(zip(CLOSING_COLUMNS, _CLOSING_TYPES, strict=True)))} AS u
+ WHERE {_THE_JOB} AND j.status = 'requested' AND j.approval_id <> u.stays"""  # noqa: S608
+
+_DEED_TYPES: Final = ("text",) * (len(DEED_COLUMNS) - 1) + ("timestamptz",)
+DEEDS: Final = f"""
+INSERT INTO operator_events ({", ".join(DEED_COLUMNS)})
+SELECT {", ".join(DEED_COLUMNS)}
+  FROM unnest({", ".join(f"${place}::{kind}[]" for place, kind in enumerate(_DEED_TYPES, 1))})
+    AS u ({", ".join(DEED_COLUMNS)})
+ON CONFLICT DO NOTHING"""  # noqa: S608
 
 WRITTEN: Final = f"""
 SELECT e.position FROM {_given((("position", "text"), ("nonce", "text")))} AS u

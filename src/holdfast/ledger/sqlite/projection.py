@@ -18,8 +18,8 @@ from holdfast.core.job import Event
 from holdfast.core.states import State
 from holdfast.engine.port import FeedEntry
 from holdfast.engine.sqlite.transaction import Transaction
+from holdfast.ledger.asking import answers_of, ask_row, closing_row, deed_row, told
 from holdfast.ledger.folding import (
-    UNKNOWN_PAYLOAD,
     UNKNOWN_TASK,
     Anomaly,
     Draft,
@@ -36,9 +36,6 @@ from holdfast.ledger.keys import JobKey
 from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
 from holdfast.ledger.presence import Presence, wait_moved
 from holdfast.ledger.rows import (
-    ANOMALY_COLUMNS,
-    EVENT_COLUMNS,
-    JOB_COLUMNS,
     Row,
     anomaly_rows,
     changed_row,
@@ -46,144 +43,11 @@ from holdfast.ledger.rows import (
     job_row,
     letter_row,
 )
+from holdfast.ledger.sqlite import statements as sql
 from holdfast.ledger.sqlite.store import SqliteStore
 from holdfast.ledger.text import clean
 
 _log: Final = logging.getLogger("holdfast.ledger")
-
-
-def _fields(names: Iterable[str]) -> str:
-    """Columns of the rows in a JSON text."""
-    return ", ".join(f"row.value ->> {number} AS {name}" for number, name in enumerate(names))
-
-
-def _insert(table: str, columns: Sequence[str]) -> str:
-    return f"INSERT INTO {table} ({', '.join(columns)}) SELECT {_fields(columns)} FROM json_each(?) AS row"  # noqa: S608
-
-
-_TAKE: Final = """
-INSERT INTO feed_positions AS p (feed, position, nonce, projector, until, updated_at)
-VALUES (:queue, '', '', :projector, :until, :now)
-ON CONFLICT (feed) DO UPDATE SET projector = excluded.projector, until = excluded.until
- WHERE p.projector IS NULL OR p.projector = excluded.projector OR p.until IS NULL OR p.until < :now
-RETURNING position, nonce"""
-
-_TAKEN: Final = """
-SELECT json_group_array(feed) FROM feed_positions
- WHERE feed IN (SELECT row.value FROM json_each(:queues) AS row) AND projector <> :projector AND until >= :now"""
-
-_RELEASE: Final = "UPDATE feed_positions SET projector = NULL, until = NULL WHERE feed = ? AND projector = ?"
-
-_FIRST: Final = """
-INSERT INTO feed_positions (feed, position, nonce, updated_at) VALUES (?, '', '', ?) ON CONFLICT DO NOTHING"""
-
-_MOVE: Final = """
-UPDATE feed_positions
-   SET position = :position, nonce = :nonce, projector = :projector, until = :until, updated_at = :now
- WHERE feed = :queue AND position = :old_position AND nonce = :old_nonce"""
-
-_ENTRIES: Final = """
-INSERT INTO feed_entries (feed, position, nonce, at)
-SELECT :queue, row.value ->> 0, row.value ->> 1, :now FROM json_each(:rows) AS row WHERE true
-ON CONFLICT DO NOTHING"""
-
-_INSERT_JOBS: Final = _insert("jobs", JOB_COLUMNS)
-_INSERT_EVENTS: Final = _insert("job_events", EVENT_COLUMNS)
-_INSERT_ANOMALIES: Final = _insert("anomalies", ANOMALY_COLUMNS)
-
-_NOTE: Final = """
-UPDATE jobs SET last_seq = last_seq + u.n
-  FROM (SELECT row.value ->> 0 AS tenant_id, row.value ->> 1 AS job_id, row.value ->> 2 AS n
-          FROM json_each(:rows) AS row) AS u
- WHERE jobs.tenant_id = u.tenant_id AND jobs.job_id = u.job_id AND jobs.queue = :queue"""
-
-_CHANGED: Final = (
-    "tenant_id",
-    "job_id",
-    "n",
-    "came_from",
-    "attempt",
-    "retry_count",
-    "at",
-    "state",
-    "finished_at",
-    "worker",
-    "result",
-    "next_retry_at",
-    "run_at",
-    "dlq_id",
-    "keeps_errors",
-    "error_code",
-    "last_error",
-    "error_message",
-)
-_CHANGE: Final = f"""
-UPDATE jobs
-   SET last_seq = jobs.last_seq + u.n, state = u.state, attempt = u.attempt, retry_count = u.retry_count,
-       updated_at = u.at, finished_at = u.finished_at, worker = u.worker, result = u.result,
-       next_retry_at = u.next_retry_at, run_at = coalesce(u.run_at, jobs.run_at),
-       dlq_id = coalesce(u.dlq_id, jobs.dlq_id),
-       error_code = iif(u.keeps_errors, jobs.error_code, u.error_code),
-       last_error = iif(u.keeps_errors, jobs.last_error, u.last_error),
-       error_message = iif(u.keeps_errors, jobs.error_message, u.error_message)
-  FROM (SELECT {_fields(_CHANGED)} FROM json_each(:rows) AS row) AS u
- WHERE jobs.tenant_id = u.tenant_id AND jobs.job_id = u.job_id AND jobs.queue = :queue AND jobs.state = u.came_from
-"""  # noqa: S608 - names of our own
-
-_LOOK_UP: Final = """
-SELECT json_group_array(json_array(row.key, jobs.state, jobs.last_seq))
-  FROM json_each(:names) AS row CROSS JOIN jobs
-    ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue"""
-
-#: A job whose creation nobody told us, or that could not be written, cannot be restored: it is not there.
-_PRESENT: Final = f"""
-SELECT json_group_array(json_array(row.key))
-  FROM json_each(:names) AS row CROSS JOIN jobs
-    ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue
- WHERE NOT (jobs.job_type = '{UNKNOWN_TASK}' AND jobs.payload = '{UNKNOWN_PAYLOAD}')"""  # noqa: S608
-
-_STORIES: Final = """
-SELECT json_group_array(json_array(place, type, from_state, to_state, attempt, worker, message, data, at)) FROM (
-    SELECT row.key AS place, e.* FROM json_each(:names) AS row CROSS JOIN job_events AS e
-        ON e.tenant_id = row.value ->> 0 AND e.job_id = row.value ->> 1 AND e.queue = :queue
-     ORDER BY row.key, e.seq)"""
-
-#: A job that dies twice (after a fork) has one item, of its last death.
-_BURY: Final = """
-INSERT INTO dlq_items (
-    tenant_id, dlq_id, job_id, queue, job_type, trace_id, payload, error_code, error, stack, retry_count, history,
-    failed_at, acked_at)
-SELECT jobs.tenant_id, row.value ->> 2, jobs.job_id, jobs.queue, jobs.job_type, jobs.trace_id, jobs.payload,
-       row.value ->> 3, row.value ->> 4, row.value ->> 5, row.value ->> 6, row.value ->> 7, row.value ->> 8,
-       row.value ->> 9
-  FROM json_each(:rows) AS row CROSS JOIN jobs
-    ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue
- WHERE true
-ON CONFLICT (tenant_id, job_id, queue) DO UPDATE
-   SET dlq_id = excluded.dlq_id, error_code = excluded.error_code, error = excluded.error, stack = excluded.stack,
-       retry_count = excluded.retry_count, history = excluded.history, failed_at = excluded.failed_at,
-       acked_at = excluded.acked_at, status = 'open'"""
-
-_WRITTEN: Final = """
-SELECT json_group_array(e.position) FROM json_each(:rows) AS row CROSS JOIN feed_entries AS e
-    ON e.feed = :queue AND e.position = row.value ->> 0 AND e.nonce = row.value ->> 1"""
-
-_UNACKED: Final = """
-SELECT json_group_array(json_array(tenant_id, job_id, dlq_id)) FROM (
-    SELECT * FROM dlq_items
-     WHERE acked_at IS NULL AND queue = :queue AND (tenant_id, dlq_id) > (:tenant_id, :dlq_id)
-     ORDER BY tenant_id, dlq_id LIMIT :limit)"""
-
-_LETTERS: Final = """
-SELECT json_group_array(json_array(row.key, d.dlq_id)) FROM json_each(:rows) AS row CROSS JOIN dlq_items AS d
-    ON d.tenant_id = row.value ->> 0 AND d.job_id = row.value ->> 1 AND d.queue = row.value ->> 2"""
-
-_ACK: Final = """
-UPDATE dlq_items SET acked_at = :now
- WHERE acked_at IS NULL
-   AND (tenant_id, dlq_id) IN (SELECT row.value ->> 0, row.value ->> 1 FROM json_each(:rows) AS row)"""
-
-_POSITION: Final = "SELECT position, nonce FROM feed_positions WHERE feed = ?"
 
 
 class SqliteProjection(Projection):
@@ -199,15 +63,15 @@ class SqliteProjection(Projection):
     async def take(self, queue: str, projector: str, lease_ms: int) -> Position | None:
         now_ms = self._clock.now_ms()
         values = {"queue": queue, "projector": projector, "until": now_ms + lease_ms, "now": now_ms}
-        row = await self._store.write(lambda transaction: transaction.execute(_TAKE, values).fetchone())
+        row = await self._store.write(lambda transaction: transaction.execute(sql.TAKE, values).fetchone())
         return Position(*row) if row else None
 
     async def taken(self, queues: Sequence[str], projector: str) -> set[str]:
         values = {"queues": to_json(list(queues)), "projector": projector, "now": self._clock.now_ms()}
-        return set(await self._read(_TAKEN, values))
+        return set(await self._read(sql.TAKEN, values))
 
     async def release(self, queue: str, projector: str) -> None:
-        await self._store.write(lambda transaction: transaction.execute(_RELEASE, (queue, projector)).rowcount)
+        await self._store.write(lambda transaction: transaction.execute(sql.RELEASE, (queue, projector)).rowcount)
 
     # Writing ---------------------------------------------------------------------------------------
 
@@ -223,7 +87,7 @@ class SqliteProjection(Projection):
         entries: Sequence[FeedEntry],
         prepared: Any = None,
     ) -> Projected:
-        events = [cleaned(event) for entry in entries for event in entry.events]
+        events = [cleaned(event) for event in told(entries, queue)]
         now_ms, last = self._clock.now_ms(), entries[-1]
         move = {
             "queue": queue,
@@ -235,14 +99,14 @@ class SqliteProjection(Projection):
             "old_position": old.position,
             "old_nonce": old.nonce,
         }
-        told = [(entry.position, entry.nonce) for entry in entries if entry.events]
+        spoken = [(entry.position, entry.nonce) for entry in entries if entry.events]
 
         def write(transaction: Transaction) -> tuple[int, int]:
             if not old.position:
-                transaction.execute(_FIRST, (queue, now_ms))
-            if transaction.execute(_MOVE, move).rowcount != 1:
+                transaction.execute(sql.FIRST, (queue, now_ms))
+            if transaction.execute(sql.MOVE, move).rowcount != 1:
                 raise PositionMoved(queue)
-            transaction.execute(_ENTRIES, {"queue": queue, "now": now_ms, "rows": to_json(told)})
+            transaction.execute(sql.ENTRIES, {"queue": queue, "now": now_ms, "rows": to_json(spoken)})
             transaction.effects.recorded.add(queue)
             return _write_carefully(transaction, queue, events)
 
@@ -253,25 +117,25 @@ class SqliteProjection(Projection):
 
     async def written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
         rows = to_json([(entry.position, entry.nonce) for entry in entries])
-        return set(await self._read(_WRITTEN, {"queue": queue, "rows": rows}))
+        return set(await self._read(sql.WRITTEN, {"queue": queue, "rows": rows}))
 
     async def unacked(self, queue: str, limit: int, after: DeadLetter | None = None) -> list[DeadLetter]:
         last = {"tenant_id": after.key.tenant_id if after else "", "dlq_id": after.dlq_id if after else ""}
-        rows = await self._read(_UNACKED, {"queue": queue, "limit": limit} | last)
+        rows = await self._read(sql.UNACKED, {"queue": queue, "limit": limit} | last)
         return [DeadLetter(JobKey(tenant_id, queue, job_id), dlq_id) for tenant_id, job_id, dlq_id in rows]
 
     async def letters(self, keys: Sequence[JobKey]) -> list[DeadLetter]:
         names = to_json([(clean(key.tenant_id), clean(key.job_id), key.queue) for key in keys])
-        return [DeadLetter(keys[place], dlq_id) for place, dlq_id in await self._read(_LETTERS, {"rows": names})]
+        return [DeadLetter(keys[place], dlq_id) for place, dlq_id in await self._read(sql.LETTERS, {"rows": names})]
 
     async def ack(self, letters: Sequence[DeadLetter]) -> None:
         rows = to_json([(letter.key.tenant_id, letter.dlq_id) for letter in letters])
         values = {"rows": rows, "now": self._clock.now_ms()}
-        await self._store.write(lambda transaction: transaction.execute(_ACK, values).rowcount)
+        await self._store.write(lambda transaction: transaction.execute(sql.ACK, values).rowcount)
 
     async def position(self, queue: str) -> Position:
         row = await self._store.write(
-            lambda transaction: transaction.execute(_POSITION, (queue,)).fetchone(), lazy=True
+            lambda transaction: transaction.execute(sql.POSITION, (queue,)).fetchone(), lazy=True
         )
         return Position(*row) if row else Position()
 
@@ -287,7 +151,7 @@ class SqliteProjection(Projection):
 
     async def _look(self, queue: str, keys: Sequence[JobKey]) -> set[JobKey]:
         names = to_json([(clean(key.tenant_id), clean(key.job_id)) for key in keys])
-        return {keys[place] for (place,) in await self._read(_PRESENT, {"queue": queue, "names": names})}
+        return {keys[place] for (place,) in await self._read(sql.PRESENT, {"queue": queue, "names": names})}
 
     async def _read(self, statement: str, values: dict[str, Any]) -> list[Any]:
         return await self._store.write(_rows, statement, values, lazy=True)
@@ -326,7 +190,7 @@ def _give_up(transaction: Transaction, queue: str, event: Event, error: Exceptio
     _log.error("an event of job %.100s in queue %s cannot be written: %s", event.job_id, queue, error)
     rows = anomaly_rows([Anomaly(event, f"the ledger refused it: {error}")], queue, _instant)
     try:
-        transaction.execute(_INSERT_ANOMALIES, (to_json(rows),))
+        transaction.execute(sql.INSERT_ANOMALIES, (to_json(rows),))
     except Exception as exc:
         if not _is_refused(exc):
             raise
@@ -336,7 +200,7 @@ def _give_up(transaction: Transaction, queue: str, event: Event, error: Exceptio
 
 def _look_up(transaction: Transaction, queue: str, events: Iterable[Event]) -> dict[Name, Known]:
     names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
-    rows = _rows(transaction, _LOOK_UP, {"queue": queue, "names": to_json(names)})
+    rows = _rows(transaction, sql.LOOK_UP, {"queue": queue, "names": to_json(names)})
     return {names[place]: Known(State(state), last_seq) for place, state, last_seq in rows}
 
 
@@ -347,16 +211,30 @@ def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, i
     noted = [(draft.tenant_id, draft.job_id, len(draft.events)) for draft in old if draft.state is None]
     moved = [changed_row(draft, _instant) for draft in old if draft.state is not None]
     if new:
-        transaction.execute(_INSERT_JOBS, (to_json(new),))
-    _update(transaction, _NOTE, queue, noted)
-    _update(transaction, _CHANGE, queue, moved)
-    transaction.execute(_INSERT_EVENTS, (to_json(event_rows(drafts, queue, _instant)),))
+        transaction.execute(sql.INSERT_JOBS, (to_json(new),))
+    _update(transaction, sql.NOTE, queue, noted)
+    _update(transaction, sql.CHANGE, queue, moved)
+    transaction.execute(sql.INSERT_EVENTS, (to_json(event_rows(drafts, queue, _instant)),))
+    _write_answers(transaction, queue, drafts)
+    if folded.deeds:
+        rows = [deed_row(event, queue, _instant) for event in folded.deeds]
+        transaction.execute(sql.DEEDS, (to_json(rows),))
     letters = [draft for draft in drafts if draft.letter is not None]
     if letters:
         _bury(transaction, queue, letters)
     if folded.anomalies:
-        transaction.execute(_INSERT_ANOMALIES, (to_json(anomaly_rows(folded.anomalies, queue, _instant)),))
+        transaction.execute(sql.INSERT_ANOMALIES, (to_json(anomaly_rows(folded.anomalies, queue, _instant)),))
     return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
+
+
+def _write_answers(transaction: Transaction, queue: str, drafts: Sequence[Draft]) -> None:
+    """What jobs ask people, and questions that are void."""
+    asked, closed = answers_of(drafts)
+    if asked:
+        transaction.execute(sql.ASK, {"queue": queue, "rows": to_json([ask_row(*one, _instant) for one in asked])})
+    if closed:
+        rows = [closing_row(closing, _instant) for closing in closed]
+        transaction.execute(sql.CLOSE, {"queue": queue, "rows": to_json(rows)})
 
 
 def _update(transaction: Transaction, statement: str, queue: str, rows: Sequence[Row]) -> None:
@@ -369,10 +247,12 @@ def _update(transaction: Transaction, statement: str, queue: str, rows: Sequence
 def _bury(transaction: Transaction, queue: str, drafts: Sequence[Draft]) -> None:
     names = to_json([(draft.tenant_id, draft.job_id) for draft in drafts])
     stories: list[list[Event]] = [[] for _ in drafts]
-    for place, *row in _rows(transaction, _STORIES, {"queue": queue, "names": names}):
+    types = [UNKNOWN_TASK] * len(drafts)
+    for place, job_type, *row in _rows(transaction, sql.STORIES, {"queue": queue, "names": names}):
         stories[place].append(_event(drafts[place].job_id, *row))
-    rows = [letter_row(draft, story, _instant) for draft, story in zip(drafts, stories, strict=True)]
-    transaction.execute(_BURY, {"queue": queue, "rows": to_json(rows)})
+        types[place] = job_type
+    rows = [letter_row(*of_one, _instant) for of_one in zip(drafts, types, stories, strict=True)]
+    transaction.execute(sql.BURY, {"queue": queue, "rows": to_json(rows)})
 
 
 def _event(job_id: str, kind: str, from_state: Any, to_state: Any, attempt: int, *rest: Any) -> Event:

@@ -19,6 +19,7 @@ SELECT tenant_id FROM found WHERE tenant_id IS NOT NULL
 _JOB_TENANTS: Final = _TENANTS.format(table="jobs")
 _KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
 _ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
+_LOG_TENANTS: Final = _TENANTS.format(table="operator_events")
 
 _OLD_JOBS: Final = """
 SELECT tenant_id, job_id, queue, created_at FROM (
@@ -29,7 +30,7 @@ SELECT tenant_id, job_id, queue, created_at FROM (
           AND created_at >= ?4 AND (created_at, job_id) > (?4, ?5)
           AND NOT EXISTS (
               SELECT 1 FROM dlq_items d WHERE d.tenant_id = jobs.tenant_id AND d.job_id = jobs.job_id
-                 AND d.queue = jobs.queue AND d.status IN ('open', 'discard_requested'))
+                 AND d.queue = jobs.queue AND (d.status IN ('open', 'discard_requested') OR d.replay_pending = 1))
           AND NOT EXISTS (
               SELECT 1 FROM idempotency_keys k WHERE k.tenant_id = jobs.tenant_id AND k.job_id = jobs.job_id
                  AND k.queue = jobs.queue AND k.state <> 'done')
@@ -38,10 +39,20 @@ SELECT tenant_id, job_id, queue, created_at FROM (
 ) WHERE before < ?3
 """
 _OF_A_JOB: Final = ("job_events", "job_steps", "dlq_items", "approvals", "anomalies", "jobs")
-_DROP: Final = tuple(
-    f"DELETE FROM {table} WHERE tenant_id = ? AND job_id = ? AND queue = ?"  # noqa: S608 - constants
-    for table in _OF_A_JOB
+_DROP: Final = (
+    """
+    DELETE FROM approval_votes WHERE (tenant_id, approval_id) IN (
+        SELECT tenant_id, approval_id FROM approvals WHERE tenant_id = ? AND job_id = ? AND queue = ?)
+    """,
+    *(
+        f"DELETE FROM {table} WHERE tenant_id = ? AND job_id = ? AND queue = ?"  # noqa: S608 - constants
+        for table in _OF_A_JOB
+    ),
 )
+_PRUNE_LOG: Final = """
+DELETE FROM operator_events WHERE rowid IN (
+    SELECT rowid FROM operator_events WHERE tenant_id = ?1 AND at < ?2 ORDER BY at LIMIT ?3)
+"""
 _PRUNE_KEYS: Final = """
 DELETE FROM idempotency_keys WHERE rowid IN (
     SELECT rowid FROM idempotency_keys
@@ -77,6 +88,8 @@ def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks
         marks[tenant] = (old, "")
     for (tenant,) in transaction.execute(_ANOMALY_TENANTS).fetchall():
         gone += transaction.execute(_PRUNE_ANOMALIES, (tenant, old, max(0, limit - gone))).rowcount
+    for (tenant,) in transaction.execute(_LOG_TENANTS).fetchall():
+        gone += transaction.execute(_PRUNE_LOG, (tenant, old, max(0, limit - gone))).rowcount
     gone += prune_keys(transaction, now_ms, max(0, limit - gone))
     before = now_ms - max(keep_ms, KEEP_ENTRIES_MS)
     for (feed,) in transaction.execute("SELECT feed FROM feed_positions").fetchall():

@@ -1,13 +1,17 @@
--- Put before every script, after the generated table MOVES of legal moves.
+-- Put before every script, after the generated table MOVES of legal moves and LANES, how many tenants have a lane.
 -- Scripts isolate but do not roll back: each reads and checks first, then writes what cannot fail.
 --
--- A job's record is `<place> <state> <token>\n<body>`. The place is `<stream index>:<message id>` while the
--- message is in a stream and `-` otherwise; the token names the last settled attempt; the body, a packed
--- array, is there only when no message carries the job (or when the message is out of date: retries that
--- wait in the pending list).
+-- A job's record is `<place> <state> <token>\n<body>`. The place is `<line>:<message id>` while the message is in a
+-- stream and `-` otherwise; the token names the last settled attempt; the body, a packed array, is there only when no
+-- message carries the job (or when the message is out of date: retries that wait in the pending list).
+--
+-- A line is one stream, a lane the lines of one tenant: one for each priority, and one for jobs that are taken out of
+-- their turn. Lane 0 is always there. `queue:lanes` says whose the others are; `lanes` in the controls names those that
+-- may have a message. Keys have to be declared, and a caller cannot know which lanes a step needs: it declares those that
+-- it knows of (the last keys; the last argument names them), and is told what is missing before anything is written.
 
 local call = redis.call
-local PLACE = { [0] = '0:', '1:', '2:' } -- a number in a concatenation costs more than all the rest of it
+local WIDTH, DIRECT = 4, 3 -- lines a lane; the one for jobs that are taken
 
 -- Positions in a body.
 local TASK, PAYLOAD, TENANT, KEY, TRACE, META, ATTEMPTS, RETRIES, CREATED, LINE, RUN_AT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
@@ -17,6 +21,15 @@ local CHUNK = 1000 -- unpack fails beyond 7,999 values
 local function number(value)
   return string.format('%.0f', value)
 end
+
+-- A number in a concatenation costs more than all the rest of it.
+local PLACE = setmetatable({ [0] = '0:', '1:', '2:', '3:' }, {
+  __index = function(places, line)
+    local place = number(line) .. ':'
+    rawset(places, line, place)
+    return place
+  end,
+})
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -44,7 +57,7 @@ end
 
 -- A key of another type under one of our names must be noticed before the first write: a script does not roll back.
 local function check_types(streams, sets, hashes)
-  for _, key in ipairs(streams) do call('XLEN', key) end
+  for _, key in pairs(streams) do call('XLEN', key) end
   for _, key in ipairs(sets) do call('ZCARD', key) end
   for _, key in ipairs(hashes) do call('HLEN', key) end
 end
@@ -58,8 +71,8 @@ end
 
 -- One message in a line, its header fresh. Returns its place. What a job does not have, its message does not say: reading
 -- eight values instead of sixteen is a third of what a claim costs.
-local function put_in_line(streams, body, state, job_id)
-  local line, id = tonumber(body[LINE]), nil
+local function put_in_line(streams, line, body, state, job_id)
+  local id
   local head = '1 ' .. state .. ' ' .. body[ATTEMPTS] .. ' ' .. body[RETRIES] .. ' ' .. body[CREATED]
   if body[TENANT] == 'default' and body[KEY] == job_id and body[TRACE] == '' and body[META] == '' then
     id = redis.call('XADD', streams[line + 1], '*',
@@ -129,17 +142,27 @@ local function tell_if_first(set, notices, due)
   end
 end
 
+-- What the pending list says. Nothing where the line, or its group, is not there: a lane that nobody uses is given back.
+local function pending(stream, group, ...)
+  local rows = redis.pcall('XPENDING', stream, group, ...)
+  if rows.err then
+    if string.find(rows.err, 'NOGROUP', 1, true) then return {} end
+    error(rows.err)
+  end
+  return rows
+end
+
 -- Which of its entries does the worker hold, and delivered how often? One range question while its pending list is short
 -- in that span; single questions, about the ids that `list_ids` gives, for what the range did not reach.
 local function deliveries_held(stream, group, worker, wanted, low, high, list_ids)
   local held = {}
   local count = 4 * wanted + 16
-  local rows = redis.call('XPENDING', stream, group, low, high, count, worker)
+  local rows = pending(stream, group, low, high, count, worker)
   for i = 1, #rows do held[rows[i][1]] = rows[i][4] end
   if #rows == count then
     for _, id in ipairs(list_ids()) do
       if not held[id] then
-        local row = redis.call('XPENDING', stream, group, id, id, 1, worker)[1]
+        local row = pending(stream, group, id, id, 1, worker)[1]
         if row then held[id] = row[4] end
       end
     end

@@ -1,19 +1,23 @@
 -- adopt: messages that other programs wrote, just delivered to this worker, become jobs, or dead letters.
--- KEYS   1-3 streams  4 feed  5 result  6 dlq ('' if off)  7 dead  8 control  9 waiters  then n records, then idempotency keys
+-- KEYS   1-4 streams  5 feed  6 result  7 dlq ('' if off)  8 dead  9 control  10 waiters  then n records, then idempotency keys,
+--        then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
 --        then 16 a message: line, message id, deliveries, job id, fault ('' if well formed), body, packed dlq fields,
 --        index of its idempotency key (0: none), type, payload, tenant, idempotency key, trace, meta,
---        old owner ('' unless it was just reclaimed), what the feed says of the dead letter
--- Reply  one word a message: 'adopted' | 'duplicate' | 'dead' | 'stale' | 'clash' (a malformed one under a known id)
-local streams = { KEYS[1], KEYS[2], KEYS[3] }
-local feed_key, results, dlq, dead, control, waiters = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+--        old owner ('' unless it was just reclaimed), what the feed says of the dead letter, then the lanes that are
+--        declared
+-- Reply  {'lanes', …} | one word a message: 'adopted' | 'duplicate' | 'waits' (a duplicate of a job that waits for its time) | 'dead' | 'stale' | 'clash' (a malformed one under a known id)
+local streams, last_key = declared_lines()
+local feed_key, results, dlq, dead, control, waiters = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
-local FIRST_KEY, FIRST_ARG, STRIDE = 9, 9, 16
+local FIRST_KEY, FIRST_ARG, STRIDE = 10, 9, 16
 
 check_types({ feed_key, results, dlq_on and dlq or results }, { dead }, { waiters })
 local reader = redis.call('HGET', control, 'reader')
-local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
+local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, last_key))
+local missing = undeclared_places(streams, { unpack(known, 1, n) })
+if missing then return missing end
 local now = number(now_ms())
 local reply, moves, ended, letters, taken = {}, {}, {}, {}, {}
 -- Whose job this is: ids are unique in a queue, so a second message may name another tenant.
@@ -23,6 +27,11 @@ local function tenant_known(record)
   if body ~= '' then return cmsgpack.unpack(body)[TENANT] end
   local entry = line and redis.call('XRANGE', streams[line + 1], id, id)[1]
   return entry and tenant_of(entry[2])
+end
+
+local function waits(record)
+  local place, state = header_of(record)
+  return state == 'retrying' or (state == 'queued' and not split_place(place))
 end
 
 for i = 1, n do
@@ -35,7 +44,7 @@ for i = 1, n do
   local body, key_index = ARGV[arg + 6], tonumber(ARGV[arg + 8])
   local stream, record, tenant = streams[line + 1], KEYS[FIRST_KEY + i], ARGV[arg + 11]
   local place = line .. ':' .. id
-  local row = redis.call('XPENDING', stream, group, id, id, 1, worker)[1]
+  local row = pending(stream, group, id, id, 1, worker)[1]
   local first = key_index > 0 and known[key_index]
   if not row or row[4] ~= deliveries then
     reply[i] = 'stale'
@@ -54,7 +63,7 @@ for i = 1, n do
     redis.call('XACK', stream, group, id)
     redis.call('XDEL', stream, id)
     moves[#moves + 1] = { 'duplicate', first or job_id, first and tenant or whose, id }
-    reply[i] = 'duplicate'
+    reply[i] = known[i] and waits(known[i]) and 'waits' or 'duplicate'
   else
     -- A batch may hold two copies.
     taken[job_id] = tenant

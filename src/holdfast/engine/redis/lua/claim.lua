@@ -1,48 +1,157 @@
 -- claim: lease what may run now. Writes nothing per job: the pending list is the lease.
--- KEYS   1-3 streams  4 feed  5 control  6 wake  7 workers
--- ARGV   1 group  2 worker  3 limit  4 nonce  5 feed limit  6 wake group  7-9 lines in reading order
--- Reply  {'paused'} | {'ok', now, line, entries, line, entries, …} | {'nogroup', …the same}
-local feed_key, control, wake, workers = KEYS[4], KEYS[5], KEYS[6], KEYS[7]
+-- KEYS   1-4 streams  5 feed  6 control  7 wake  8 workers  then streams of further lanes
+-- ARGV   1 group  2 worker  3 limit  4 nonce  5 feed limit  6 wake group  7-9 priorities in reading order
+--        10 consumer that holds retries in the pending list  11 the lanes that are declared
+-- Reply  {'paused'} | {'lanes', …} | {'ok', now, lanes in use, line, entries, line, entries, …} | {'nogroup', …the same}
+local streams = declared_lines()
+local feed_key, control, wake, workers = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local group, worker, limit, nonce, feed_limit, wake_group = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5], ARGV[6]
+local parking = ARGV[10]
 
-local controls = redis.call('HMGET', control, 'paused', 'reader')
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'lanes', 'limits', 'turns')
 if controls[1] == '1' then return { 'paused' } end
+local active = numbers_in(controls[3])
+local missing = undeclared(streams, active)
+if missing then return missing end
 
 check_types({ feed_key, wake }, { workers }, {})
 local now = number(now_ms())
-local reply, moves, room = { 'ok', now }, {}, limit
-for turn = 7, 9 do
-  if room <= 0 then break end
-  local line = tonumber(ARGV[turn])
+local reply, moves, room = { 'ok', now, controls[3] or '' }, {}, limit
+
+-- Leases up to `count` of a line; returns how many there were.
+local function read(line, count)
   -- pcall: a group that is gone must not hide what the lines before it have given.
-  local got = redis.pcall('XREADGROUP', 'GROUP', group, worker, 'COUNT', room, 'STREAMS', KEYS[line + 1], '>')
-  if got and got.err then
-    if not string.find(got.err, 'NOGROUP', 1, true) then return got end
+  local got = redis.pcall('XREADGROUP', 'GROUP', group, worker, 'COUNT', count, 'STREAMS', streams[line + 1], '>')
+  if not got then return 0 end
+  if got.err then
+    if not string.find(got.err, 'NOGROUP', 1, true) then error(got.err) end
     reply[1] = 'nogroup'
-  elseif got then
-    local entries = got[1][2]
-    room = room - #entries
-    reply[#reply + 1] = line
-    reply[#reply + 1] = entries
-    for _, entry in ipairs(entries) do
-      local fields = entry[2]
-      if is_ours(fields) then
-        local m = #moves
-        moves[m + 1], moves[m + 2], moves[m + 3] = fields[4], fields[2], #fields == 8 and '' or tenant_of(fields)
-      end
+    return 0
+  end
+  local entries = got[1][2]
+  room = room - #entries
+  reply[#reply + 1] = line
+  reply[#reply + 1] = entries
+  for _, entry in ipairs(entries) do
+    local fields = entry[2]
+    if is_ours(fields) then
+      local m = #moves
+      moves[m + 1], moves[m + 2], moves[m + 3] = fields[4], fields[2], #fields == 8 and '' or tenant_of(fields)
     end
   end
+  return #entries
+end
+
+-- Lanes take turns. Each line has a pass: how much it got, divided by its weight, beyond what the one that got least had.
+-- The lowest goes first and gets its share of the room; what one cannot use goes to the others. A line that runs dry
+-- begins again beside the lowest: nothing is saved up. Passes are the queue's, so that claims of one job are fair, too.
+local function take_turns()
+  -- First, because a full Redis allows it, and then allows the rest.
+  redis.call('XDEL', wake, '0-0')
+  local limits, passes, spare, used = limits_in(controls[4]), {}, {}, {}
+  local kept = controls[5] and cmsgpack.unpack(controls[5]) or {}
+  for i = 1, #kept, 2 do passes[kept[i]] = kept[i + 1] end
+  local lanes = { 0, unpack(active) }
+  for _, lane in ipairs(lanes) do spare[lane] = room_in(streams, limits, lane, group, parking) end
+
+  for turn = 7, 9 do
+    if room <= 0 then break end
+    local priority = tonumber(ARGV[turn])
+    local function line_of(lane) return WIDTH * lane + priority end
+    local function weight_of(lane) return limits[lane] and limits[lane].weight or 1 end
+    local function pass_of(lane) return passes[line_of(lane)] or 0 end
+    local function goes_before(one, other)
+      local first, second = pass_of(one), pass_of(other)
+      if first ~= second then return first < second end
+      return one < other
+    end
+    local waiting = {}
+    for _, lane in ipairs(lanes) do
+      if call('XLEN', streams[line_of(lane) + 1]) == 0 then
+        passes[line_of(lane)] = nil
+      elseif spare[lane] ~= 0 then
+        waiting[#waiting + 1] = lane
+      end
+    end
+    while room > 0 and #waiting > 0 do
+      table.sort(waiting, goes_before)
+      local total, whole, still = 0, room, {}
+      for _, lane in ipairs(waiting) do total = total + weight_of(lane) end
+      for _, lane in ipairs(waiting) do
+        if room <= 0 then
+          still[#still + 1] = lane
+        else
+          local line, weight = line_of(lane), weight_of(lane)
+          local share = math.min(room, math.ceil(whole * weight / total), spare[lane] or room)
+          local got = read(line, share)
+          if spare[lane] then spare[lane] = spare[lane] - got end
+          used[lane] = used[lane] or got > 0
+          passes[line] = got == share and pass_of(lane) + got / weight or nil
+          if got == share and spare[lane] ~= 0 then still[#still + 1] = lane end
+        end
+      end
+      waiting = still
+    end
+    local lowest
+    for _, lane in ipairs(waiting) do lowest = math.min(lowest or pass_of(lane), pass_of(lane)) end
+    for _, lane in ipairs(lanes) do
+      local line = line_of(lane)
+      if passes[line] then passes[line] = math.max(0, passes[line] - (lowest or 0)) end
+    end
+  end
+  return passes, used
+end
+
+-- A lane that has nothing in line and nothing running is given back, consumers and all.
+local function keep_used(used)
+  local left = {}
+  for _, lane in ipairs(active) do
+    if used[lane] or backlog_of(streams, lane) > 0 or leased_in(streams, lane, group, '') > 0 then
+      left[#left + 1] = lane
+    else
+      redis.call('DEL', unpack(streams, WIDTH * lane + 1, WIDTH * lane + WIDTH))
+    end
+  end
+  if #left < #active then
+    reply[3] = table.concat(left, ' ')
+    redis.call('HSET', control, 'lanes', reply[3])
+  end
+end
+
+if #active == 0 and not controls[4] then
+  for turn = 7, 9 do
+    if room <= 0 then break end
+    read(tonumber(ARGV[turn]), room)
+  end
+else
+  -- Asked first: what other lanes give must not be told twice because lane 0 has no groups yet.
+  for line = 1, DIRECT do
+    if redis.pcall('XPENDING', streams[line], group, '-', '+', 1).err then return { 'nogroup', now, reply[3] } end
+  end
+  local passes, used = take_turns()
+  local kept = {}
+  for line, pass in pairs(passes) do
+    if pass > 0 then kept[#kept + 1], kept[#kept + 2] = line, pass end
+  end
+  if #kept > 0 then
+    redis.call('HSET', control, 'turns', cmsgpack.pack(kept))
+  elseif controls[5] then
+    redis.call('HDEL', control, 'turns')
+  end
+  keep_used(used)
 end
 feed(feed_key, feed_limit, controls[2], nonce, 'claimed', now, worker, moves)
 redis.call('ZADD', workers, now, worker)
 
 if reply[1] == 'ok' then
   if room > 0 then
-    -- Came short: the lines are empty. Whoever waits from now on is woken by the next message.
-    for line = 1, 3 do redis.call('XGROUP', 'SETID', KEYS[line], wake_group, '$') end
+    -- Came short: nothing more may run. Whoever waits from now on is woken by the next message, or the next nudge.
+    for _, stream in ipairs({ streams[1], streams[2], streams[3], wake }) do
+      if redis.pcall('XGROUP', 'SETID', stream, wake_group, '$').err then reply[1] = 'nogroup' end
+    end
   else
     -- There may be more: wake one other worker.
-    redis.call('XADD', wake, 'MAXLEN', 1, '*', 'more', 1)
+    nudge(wake)
   end
 end
 return reply

@@ -1,12 +1,63 @@
 -- control: an operator's hand on a queue; everyone who listens or waits is told.
--- KEYS   1 control  2 notices  3 wake
--- ARGV   pairs: field, value ('' removes it)
--- Reply  'ok'
--- HDEL comes first: it is allowed on a full Redis, and then so is the rest.
-for i = 1, #ARGV, 2 do redis.call('HDEL', KEYS[1], ARGV[i]) end
-for i = 1, #ARGV, 2 do
-  if ARGV[i + 1] ~= '' then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+-- KEYS   1 control  2 notices  3 wake  4 feed  5 lanes
+-- ARGV   1 nonce  2 feed limit  3 the operators' event ('': none)  4 its data  5 packed, 4 values a named tenant: tenant,
+--        weight, concurrency, intake limit (below zero: none)  6 has to be as expected (1|0)
+--        then 3 a control: field, value ('' removes it), expected value
+-- Reply  'changed' | 'ok'
+local control, notices, wake, feed_key, lanes_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local named = cmsgpack.unpack(ARGV[5])
+local FIRST_ARG = 6
+
+if ARGV[6] == '1' then
+  for i = FIRST_ARG + 1, #ARGV, 3 do
+    if (redis.call('HGET', control, ARGV[i]) or '') ~= ARGV[i + 2] then return 'changed' end
+  end
 end
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', 1000, '*', 'controlled', '1')
-redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'more', 1)
+check_types({ notices, wake, feed_key }, {}, { lanes_key })
+
+-- Whoever is named has a lane of its own that is never given away: the one that it has, one that is nobody's, one that
+-- nobody uses, or else any. Jobs that are in line there stay; their tenant's next ones go elsewhere.
+local wanted, limits, seats, gone, taken = {}, {}, {}, {}, { [0] = true }
+for i = 1, #named, 4 do wanted[named[i]] = true end
+local owners, own, active = {}, { default = 0 }, {}
+local rows = redis.call('HGETALL', lanes_key)
+for i = 1, #rows, 2 do
+  local lane = tonumber(rows[i + 1])
+  if lane then
+    owners[lane], own[rows[i]] = rows[i], lane
+    if wanted[rows[i]] then taken[lane] = true end
+  end
+end
+for _, lane in ipairs(numbers_in(redis.call('HGET', control, 'lanes'))) do active[lane] = true end
+local function first_lane(fits)
+  for lane = 1, LANES do
+    if not taken[lane] and fits(lane) then return lane end
+  end
+end
+for i = 1, #named, 4 do
+  local lane = own[named[i]]
+  if not lane then
+    lane = first_lane(function(each) return not owners[each] end) or first_lane(function(each) return not active[each] end)
+      or first_lane(function() return true end)
+    taken[lane], seats[named[i]] = true, number(lane)
+    if owners[lane] then gone[#gone + 1] = owners[lane] end
+  end
+  for _, value in ipairs({ lane, named[i + 1], named[i + 2], named[i + 3] }) do limits[#limits + 1] = value end
+end
+
+-- HDEL comes first: it is allowed on a full Redis, and then so is the rest.
+redis.call('HDEL', control, 'limits')
+if #gone > 0 then redis.call('HDEL', lanes_key, unpack(gone)) end
+for tenant, lane in pairs(seats) do redis.call('HSET', lanes_key, tenant, lane) end
+if #limits > 0 then redis.call('HSET', control, 'limits', cmsgpack.pack(limits)) end
+for i = FIRST_ARG + 1, #ARGV, 3 do
+  redis.call('HDEL', control, ARGV[i])
+  if ARGV[i + 1] ~= '' then redis.call('HSET', control, ARGV[i], ARGV[i + 1]) end
+end
+if ARGV[3] ~= '' then
+  local moves = { ARGV[3], '', '', '', 0, 0, ARGV[4], '' }
+  feed(feed_key, ARGV[2], redis.call('HGET', control, 'reader'), ARGV[1], 'told', number(now_ms()), '', moves)
+end
+redis.call('XADD', notices, 'MAXLEN', '~', 1000, '*', 'controlled', '1')
+nudge(wake)
 return 'ok'

@@ -1,26 +1,33 @@
 -- get: jobs as they are at one moment. Reads only.
--- KEYS   1-3 streams  4 waiting  5 retry  6 delayed  then records
--- ARGV   1 group  then the job ids
--- Reply  for each: '' | {record} | {record, '', due} | {record, fields, owner, deliveries, due}
-local group = ARGV[1]
+-- KEYS   1-4 streams  5 waiting  6 retry  7 delayed  then records, then streams of further lanes
+-- ARGV   1 group  then the job ids, then the lanes that are declared
+-- Reply  {'lanes', …} | for each: '' | {record} | {record, '', due} | {record, fields, owner, deliveries, due}
+local streams, last = declared_lines()
+local group, waiting, retry, delayed = ARGV[1], KEYS[5], KEYS[6], KEYS[7]
+local FIRST_KEY = 7
+
+local records = {}
+for i = 1, last - FIRST_KEY do records[i] = redis.call('GET', KEYS[FIRST_KEY + i]) end
+local missing = undeclared_places(streams, records)
+if missing then return missing end
+
 local reply = {}
-for i = 7, #KEYS do
-  local job_id = ARGV[i - 5]
-  local record = redis.call('GET', KEYS[i])
+for i, record in ipairs(records) do
+  local job_id = ARGV[1 + i]
   if not record then
-    reply[i - 6] = ''
+    reply[i] = ''
   else
     local place, state = header_of(record)
     local line, id = split_place(place)
     if line then
-      local entry = redis.call('XRANGE', KEYS[line + 1], id, id)[1]
-      local row = redis.call('XPENDING', KEYS[line + 1], group, id, id, 1)[1] or {}
-      local due = state == 'retrying' and redis.call('ZSCORE', KEYS[4], job_id) or ''
-      reply[i - 6] = { record, entry and entry[2] or {}, row[2] or '', row[4] or 0, due or '' }
+      local entry = redis.call('XRANGE', streams[line + 1], id, id)[1]
+      local row = pending(streams[line + 1], group, id, id, 1)[1] or {}
+      local due = state == 'retrying' and redis.call('ZSCORE', waiting, job_id) or ''
+      reply[i] = { record, entry and entry[2] or {}, row[2] or '', row[4] or 0, due or '' }
     elseif state == 'retrying' or state == 'queued' then
-      reply[i - 6] = { record, '', redis.call('ZSCORE', state == 'retrying' and KEYS[5] or KEYS[6], job_id) or '' }
+      reply[i] = { record, '', redis.call('ZSCORE', state == 'retrying' and retry or delayed, job_id) or '' }
     else
-      reply[i - 6] = { record }
+      reply[i] = { record }
     end
   end
 end

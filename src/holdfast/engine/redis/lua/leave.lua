@@ -1,22 +1,28 @@
 -- leave: forget consumers that hold nothing. One that still has pending entries stays: removing it would lose them.
--- KEYS   1-3 streams  4 workers
+-- KEYS   1-4 streams  5 workers  6 control  then streams of further lanes
 -- ARGV   1 group  2 the one to forget ('' all that were idle long enough)  3 how long is enough  4 consumer never to forget
--- Reply  how many
+--        5 the lanes that are declared
+-- Reply  {'lanes', …} | how many
+local streams = declared_lines()
+local workers, control = KEYS[5], KEYS[6]
 local group, worker, enough, parking = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local missing = undeclared(streams, numbers_in(redis.call('HGET', control, 'lanes')))
+if missing then return missing end
+
 local count = 0
 if worker ~= '' then
-  redis.call('ZREM', KEYS[4], worker)
+  redis.call('ZREM', workers, worker)
 else
-  redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', number(now_ms() - enough))
+  redis.call('ZREMRANGEBYSCORE', workers, '-inf', number(now_ms() - enough))
 end
-for line = 1, 3 do
-  local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[line], group)
+for _, stream in pairs(streams) do
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', stream, group)
   if not consumers.err then
     for _, info in ipairs(consumers) do
       local name, pending, idle = info[2], info[4], info[6]
       local wanted = (worker == '' and idle >= enough) or name == worker
       if wanted and pending == 0 and name ~= parking then
-        redis.call('XGROUP', 'DELCONSUMER', KEYS[line], group, name)
+        redis.call('XGROUP', 'DELCONSUMER', stream, group, name)
         count = count + 1
       end
     end

@@ -1,38 +1,51 @@
 -- lost: which leases have been idle for the visibility timeout? Reads only; `reclaim` takes them over.
--- KEYS   1-3 streams
+-- KEYS   1-4 streams  5 control  then streams of further lanes
 -- ARGV   1 group  2 visibility timeout  3 limit  4 filter by idle time (1: Redis 6.2 and later)
---        5 consumer that holds retries in the pending list  6-8 where to go on in each line
--- Reply  {next start of each line (3), then line, message id, owner, deliveries, fields for each}; no fields: deleted
+--        5 consumer that holds retries in the pending list  6 packed: line, where to go on, … ('-' for other lines)
+--        7 the lanes that are declared
+-- Reply  {'lanes', …} | {where to go on ({line, start, …}), then line, message id, owner, deliveries, fields for each}
+--        No fields: deleted.
+local streams = declared_lines()
 local group, timeout, limit, filter, parking = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
+local missing = undeclared(streams, numbers_in(redis.call('HGET', KEYS[5], 'lanes')))
+if missing then return missing end
+
+local starts, lines, values = {}, {}, cmsgpack.unpack(ARGV[6])
+for i = 1, #values, 2 do starts[values[i]] = values[i + 1] end
+for line in pairs(streams) do lines[#lines + 1] = line - 1 end
+table.sort(lines)
 
 -- Before 6.2 XPENDING cannot filter by idle time, nor exclude the start of a range: look at more rows.
 -- Rows of retries that only wait count as looked at, too.
 local scan = math.max(limit, 1000)
-local reply, found = { '-', '-', '-' }, 0
-for line = 1, 3 do
-  local stream, start = KEYS[line], ARGV[5 + line]
-  local rows
+local going_on, found = {}, 0
+local reply = { going_on }
+local function go_on(line, start) going_on[#going_on + 1], going_on[#going_on + 2] = line, start end
+
+for _, line in ipairs(lines) do
+  local stream, start, rows, after = streams[line + 1], starts[line] or '-', {}, nil
   if found >= limit then
-    rows, reply[line] = {}, start
+    after = start
   elseif filter then
-    rows = redis.call('XPENDING', stream, group, 'IDLE', timeout, start, '+', scan)
-    if #rows == scan then reply[line] = '(' .. rows[#rows][1] end
+    rows = pending(stream, group, 'IDLE', timeout, start, '+', scan)
+    if #rows == scan then after = '(' .. rows[#rows][1] end
   else
-    rows = redis.call('XPENDING', stream, group, start, '+', scan)
-    if #rows == scan then reply[line] = rows[#rows][1] end
+    rows = pending(stream, group, start, '+', scan)
+    if #rows == scan then after = rows[#rows][1] end
   end
   for _, row in ipairs(rows) do
     local id, owner, idle, deliveries = row[1], row[2], row[3], row[4]
     if idle >= timeout and owner ~= parking then
       if found >= limit then
-        reply[line] = id
+        after = id
         break
       end
       found = found + 1
       local entry, r = redis.call('XRANGE', stream, id, id)[1], #reply
-      reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = line - 1, id, owner, deliveries
+      reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = line, id, owner, deliveries
       reply[r + 5] = entry and entry[2] or {}
     end
   end
+  if after and after ~= '-' then go_on(line, after) end
 end
 return reply

@@ -1,15 +1,16 @@
 -- restore: lost jobs come back in their state, while the feed is still the one that was surveyed.
--- KEYS   1-3 streams  4 feed  5 retry  6 suspended  7 held  8 dead  9 delayed  10 control  11 notices
---        then n records, then idempotency keys
+-- KEYS   1-4 streams  5 feed  6 retry  7 suspended  8 held  9 dead  10 delayed  11 control  12 notices  13 wake  14 lanes
+--        then n records, then idempotency keys, then streams of further lanes
 -- ARGV   1 nonce  2 feed limit  3 position of the cut ('': the feed was empty)  4 its nonce  5 n
 --        6 packed, 6 values a job: job id, state, due (0: at once), index of its idempotency key (0: none), attempt, tenant
---        then n bodies
--- Reply  {'forked'} | {'ok', feed id ('' if nothing was restored), positions (from 1) of those that were}
-local streams = { KEYS[1], KEYS[2], KEYS[3] }
-local feed_key, retry, delayed, control, notices = KEYS[4], KEYS[5], KEYS[9], KEYS[10], KEYS[11]
-local parked = { suspended = KEYS[6], waiting_approval = KEYS[7], dlq_pending = KEYS[8], dlq_recorded = KEYS[8] }
+--        then n bodies, then the group, then the lanes that are declared
+-- Reply  {'forked'} | {'lanes', …} | {'ok', feed id ('' if nothing was restored), positions (from 1) of those that were}
+local streams, last_key = declared_lines()
+local feed_key, retry, delayed, control, notices, wake = KEYS[5], KEYS[6], KEYS[10], KEYS[11], KEYS[12], KEYS[13]
+local parked = { suspended = KEYS[7], waiting_approval = KEYS[8], dlq_pending = KEYS[9], dlq_recorded = KEYS[9] }
+local seating = seating_of(streams, KEYS[14], control, ARGV[#ARGV - 1])
 local nonce, feed_limit, position, n = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[5])
-local FIRST_KEY, FIRST_BODY, STRIDE = 11, 6, 6
+local FIRST_KEY, FIRST_BODY, STRIDE = 14, 6, 6
 
 if position == '' then
   if redis.call('XLEN', feed_key) > 0 then return { 'forked' } end
@@ -17,22 +18,29 @@ else
   local entry = redis.call('XRANGE', feed_key, position, position)[1]
   if not entry or nonce_of(entry[2]) ~= ARGV[4] then return { 'forked' } end
 end
-check_types({ notices, streams[1], streams[2], streams[3] }, { retry, KEYS[6], KEYS[7], KEYS[8], delayed }, {})
+check_types({ notices, wake }, { retry, KEYS[7], KEYS[8], KEYS[9], delayed }, { KEYS[14] })
+check_types(streams, {}, {})
 local jobs = cmsgpack.unpack(ARGV[6])
-local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
+local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, last_key))
 local reader = redis.call('HGET', control, 'reader')
+local at = now_ms()
+local now = number(at)
+local function goes_in_line(state, due) return state == 'running' or (state == 'queued' and due <= at) end
 local lost, taken = {}, {}
 for i = 1, n do
   local first = (i - 1) * STRIDE
   if not known[i] and not taken[jobs[first + 1]] then
     taken[jobs[first + 1]] = true
     -- Unpacked here: it can fail, and nothing may once writing has begun.
-    lost[#lost + 1] = { i, cmsgpack.unpack(ARGV[FIRST_BODY + i]), unpack(jobs, first + 1, first + STRIDE) }
+    local body = cmsgpack.unpack(ARGV[FIRST_BODY + i])
+    lost[#lost + 1] = { i, body, unpack(jobs, first + 1, first + STRIDE) }
+    if goes_in_line(jobs[first + 2], jobs[first + 3]) then seat(seating, body[TENANT]) end
   end
 end
+local missing = missing_lanes(seating)
+if missing then return missing end
+if next(seating.used) then open_lanes(seating, wake) end
 
-local at = now_ms()
-local now = number(at)
 local reply, moves, earliest = { 'ok', '' }, {}, {}
 local function due_at(set, job_id, due)
   redis.call('ZADD', set, number(due), job_id)
@@ -42,9 +50,10 @@ end
 for _, job in ipairs(lost) do
   local i, body, job_id, state, due, key_index, attempt, tenant = unpack(job)
   local record, to, waits = KEYS[FIRST_KEY + i], state, 0
-  if state == 'running' or (state == 'queued' and due <= at) then
+  if goes_in_line(state, due) then
     to = 'queued'
-    redis.call('SET', record, put_in_line(streams, body, to, job_id) .. ' queued -')
+    local line = WIDTH * seating.lane_of[body[TENANT]] + tonumber(body[LINE])
+    redis.call('SET', record, put_in_line(streams, line, body, to, job_id) .. ' queued -')
   else
     redis.call('SET', record, '- ' .. state .. ' -\n' .. ARGV[FIRST_BODY + i])
     if parked[state] then

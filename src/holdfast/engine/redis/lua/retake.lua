@@ -1,48 +1,73 @@
 -- retake: retries that waited in the pending list and are due run again under this worker.
--- KEYS   1-3 streams  4 feed  5 control  6 waiting  then n records
--- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  then n job ids
--- Reply  {'paused'} | {'ok', now, then line, deliveries, entry, record for each taken}
-local feed_key, control, waiting = KEYS[4], KEYS[5], KEYS[6]
-local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+-- KEYS   1-4 streams  5 feed  6 control  7 waiting  8 wake  9 lanes  then n records, then streams of further lanes
+-- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 consumer that holds them  6 n  then n job ids, then the lanes that are
+--        declared
+-- Reply  {'paused'} | {'lanes', …} | {'ok', now, then line, deliveries, entry, record for each taken}
+local streams = declared_lines()
+local feed_key, control, waiting, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local group, worker, nonce, feed_limit, parking, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
+local seating = seating_of(streams, KEYS[9], control, group)
+local FIRST_KEY, FIRST_ARG = 9, 6
 
-local controls = redis.call('HMGET', control, 'paused', 'reader')
+local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits')
 if controls[1] == '1' then return { 'paused' } end
 
 local at = now_ms()
-local records = redis.call('MGET', unpack(KEYS, 7, 6 + n))
+local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
+local missing = undeclared_places(streams, records)
+if missing then return missing end
+local limits, spare = limits_in(controls[3]), {}
+-- Whether the tenant may run one more. Those that may not wait on: somebody asks again when a place is free.
+local function has_room(line)
+  local lane = lane_of_line(line)
+  if spare[lane] == nil then spare[lane] = room_in(streams, limits, lane, group, parking) or false end
+  if spare[lane] == 0 then return false end
+  if spare[lane] then spare[lane] = spare[lane] - 1 end
+  return true
+end
+
 local due, strays, again = {}, {}, {}
 for i = 1, n do
-  local job_id, score = ARGV[5 + i], redis.call('ZSCORE', waiting, ARGV[5 + i])
+  local job_id, score = ARGV[FIRST_ARG + i], redis.call('ZSCORE', waiting, ARGV[FIRST_ARG + i])
   if score and tonumber(score) <= at then
-    local place, state, token, body = header_of(records[i] or '')
+    local place, state, token, packed = header_of(records[i] or '')
     local line, id = split_place(place or '')
-    if state == 'retrying' and line and #redis.call('XRANGE', KEYS[line + 1], id, id) == 1 then
-      due[#due + 1] = { i, job_id, line, id }
-    elseif state == 'retrying' and line and body ~= '' then
-      -- Somebody deleted the message; the record has all of the job.
-      again[#again + 1] = { i, job_id, line, id, token, cmsgpack.unpack(body) }
-    else
+    if state ~= 'retrying' or not line or packed == '' then
       strays[#strays + 1] = job_id
+    elseif #redis.call('XRANGE', streams[line + 1], id, id) == 1 then
+      if has_room(line) then due[#due + 1] = { i, job_id, line, id, cmsgpack.unpack(packed) } end
+    else
+      -- Somebody deleted the message; the record has all of the job.
+      local body = cmsgpack.unpack(packed)
+      seat(seating, body[TENANT])
+      again[#again + 1] = { i, job_id, line, id, token, body }
     end
   end
 end
+missing = missing_lanes(seating)
+if missing then return missing end
+
 local reply, moves = { 'ok', number(at) }, {}
 for _, job in ipairs(due) do
-  local i, job_id, line, id = unpack(job)
-  local entry = redis.call('XCLAIM', KEYS[line + 1], group, worker, 0, id)[1]
+  local i, job_id, line, id, known = unpack(job)
+  local stream = streams[line + 1]
+  local entry = redis.call('XCLAIM', stream, group, worker, 0, id)[1]
   redis.call('ZREM', waiting, job_id)
-  local deliveries = redis.call('XPENDING', KEYS[line + 1], group, id, id, 1, worker)[1][4]
+  local deliveries = redis.call('XPENDING', stream, group, id, id, 1, worker)[1][4]
   local r = #reply
   reply[r + 1], reply[r + 2], reply[r + 3], reply[r + 4] = line, deliveries, entry, records[i]
-  local fields, _, _, _, body = entry[2], header_of(records[i])
-  local known = cmsgpack.unpack(body)
+  local fields = entry[2]
   moves[#moves + 1] = { job_id, is_ours(fields) and fields[2] or '', deliveries, known[RETRIES], known[TENANT] }
 end
 for _, job in ipairs(again) do
-  local i, job_id, line, id, token, body = unpack(job)
-  redis.call('ZREM', waiting, job_id)
-  redis.call('XACK', KEYS[line + 1], group, id)
-  redis.call('SET', KEYS[6 + i], put_in_line(KEYS, body, 'retrying', job_id) .. ' retrying ' .. token)
+  redis.call('ZREM', waiting, job[2])
+  redis.call('XACK', streams[job[3] + 1], group, job[4])
+end
+if #again > 0 then open_lanes(seating, wake) end
+for _, job in ipairs(again) do
+  local i, job_id, _, _, token, body = unpack(job)
+  local line = WIDTH * seating.lane_of[body[TENANT]] + tonumber(body[LINE])
+  redis.call('SET', KEYS[FIRST_KEY + i], put_in_line(streams, line, body, 'retrying', job_id) .. ' retrying ' .. token)
 end
 for _, job_id in ipairs(strays) do redis.call('ZREM', waiting, job_id) end
 feed(feed_key, feed_limit, controls[2], nonce, 'retaken', number(at), worker, moves)

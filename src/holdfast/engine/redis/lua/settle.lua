@@ -1,23 +1,24 @@
 -- settle: lease holders end their attempts.
--- KEYS   1-3 streams  4 feed  5 result  6 dlq  7 retry  8 waiting  9 suspended  10 held  11 dead  12 delayed  13 control
---        14 waiters  15 notices  then n records, then idempotency keys
+-- KEYS   1-4 streams  5 feed  6 result  7 dlq  8 retry  9 waiting  10 suspended  11 held  12 dead  13 delayed  14 control
+--        15 waiters  16 notices  17 wake  18 lanes  then n records, then idempotency keys, then streams of further lanes
 -- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 n  6 finished ttl  7 result limit  8 ledger (1|0)  9 dlq stream (1|0)
 --        10 consumer that holds retries in the pending list ('' if they wait in a set)
---        11-19 for each line: how many jobs, lowest and highest instant of their messages
---        20 packed, 10 values a job: line, message id, deliveries, token, job id, target state, data, attempt, retry count,
+--        11 packed, 4 values a line that has jobs: line, how many, lowest and highest instant of their messages
+--        12 packed, 10 values a job: line, message id, deliveries, token, job id, target state, data, attempt, retry count,
 --        more (0 | {delay, index of its idempotency key (0: none), ms the key outlives the job, dead letter's fields,
 --        tenant ('' for the default one)}; the feed tells the tenant, the scripts do not need it)
---        then n bodies
--- Reply  position (from 1) and 'already' | 'stale' of each that was not applied
-local streams = { KEYS[1], KEYS[2], KEYS[3] }
-local feed_key, results, dlq, retry, waiting, suspended = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local held_set, dead, delayed, control, waiters, notices = KEYS[10], KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
+--        then n bodies, then the lanes that are declared
+-- Reply  {'lanes', …} | position (from 1) and 'already' | 'stale' of each that was not applied
+local streams = declared_lines()
+local feed_key, results, dlq, retry, waiting, suspended = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local held_set, dead, delayed, control, waiters, notices = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15], KEYS[16]
+local wake, seating = KEYS[17], seating_of(streams, KEYS[18], KEYS[14], ARGV[1])
 local group, worker, nonce, feed_limit, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local ttl, result_limit, ledger, dlq_on = ARGV[6], ARGV[7], ARGV[8] == '1', ARGV[9] == '1'
 local parking = ARGV[10]
 -- One packed argument: nine a job would cost Redis more than the jobs themselves.
-local jobs = cmsgpack.unpack(ARGV[20])
-local FIRST_KEY, FIRST_BODY, STRIDE = 15, 20, 10
+local spans, jobs = cmsgpack.unpack(ARGV[11]), cmsgpack.unpack(ARGV[12])
+local FIRST_KEY, FIRST_BODY, STRIDE = 18, 12, 10
 local LINE_AT, ID_AT, DELIVERIES_AT, TOKEN_AT, JOB_AT, TARGET_AT, DATA_AT, RETRIES_AT, MORE_AT = 1, 2, 3, 4, 5, 6, 7, 9, 10
 local legal = MOVES['running']
 
@@ -29,7 +30,7 @@ for at = 0, (n - 1) * STRIDE, STRIDE do
     break
   end
 end
-local reader = redis.call('HGET', control, 'reader')
+local controls = redis.call('HMGET', control, 'reader', 'limits')
 local records = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, FIRST_KEY + n))
 local function ids_of(line)
   local ids = {}
@@ -38,22 +39,24 @@ local function ids_of(line)
   end
   return ids
 end
-local held = {}
-for line = 0, 2 do
-  local wanted, low, high = tonumber(ARGV[11 + 3 * line]), ARGV[12 + 3 * line], ARGV[13 + 3 * line]
-  if wanted > 0 then
-    held[line] = deliveries_held(streams[line + 1], group, worker, wanted, low, high, function() return ids_of(line) end)
-  end
+local held, leaving = {}, {}
+for at = 1, #spans, 4 do
+  local line, wanted, low, high = unpack(spans, at, at + 3)
+  held[line] = deliveries_held(streams[line + 1], group, worker, wanted, low, high, function() return ids_of(line) end)
+  leaving[line] = {}
 end
 
 -- Whether the record says that the job is in this message: it begins with `<line>:<id> `.
 local function is_here(record, line, id)
-  return string.sub(record, 3, 2 + #id) == id and string.byte(record, 3 + #id) == 32 and string.byte(record, 1) == 48 + line
+  local place = PLACE[line]
+  local first, last = #place + 1, #place + #id
+  return string.sub(record, first, last) == id and string.byte(record, last + 1) == 32
+    and string.sub(record, 1, #place) == place
 end
 
 -- Decide. The fence is (message, worker, delivery count), and the record must agree that the job is here.
 local DONE = -1
-local reply, skipped, leaving, released = {}, {}, { [0] = {}, {}, {} }, {}
+local reply, skipped, released, lines = {}, {}, {}, {}
 for i = 1, n do
   local at = (i - 1) * STRIDE
   local line, id, deliveries, target = jobs[at + LINE_AT], jobs[at + ID_AT], jobs[at + DELIVERIES_AT], jobs[at + TARGET_AT]
@@ -64,7 +67,11 @@ for i = 1, n do
     if not record or is_here(record, line, id) then
       verdict = nil
       -- Unpacked here: it can fail, and nothing may once writing has begun.
-      if target == 'queued' then released[i] = cmsgpack.unpack(ARGV[FIRST_BODY + i]) end
+      if target == 'queued' then
+        local body = cmsgpack.unpack(ARGV[FIRST_BODY + i])
+        released[i] = body
+        if jobs[at + MORE_AT][1] <= 0 then lines[i] = WIDTH * (seat(seating, body[TENANT]) or 0) + tonumber(body[LINE]) end
+      end
     end
     -- A copy of a job that is elsewhere, or has ended, leaves the line without a word more.
     if verdict or target ~= 'retrying' or parking == '' then
@@ -84,14 +91,18 @@ for i = 1, n do
   end
 end
 
+local missing = missing_lanes(seating)
+if missing then return missing end
+
 -- Write. XACK and XDEL come first: they free memory, so that a full Redis still drains.
-for line = 0, 2 do
-  in_chunks(leaving[line], function(...)
+for line, of_line in pairs(leaving) do
+  in_chunks(of_line, function(...)
     redis.call('XACK', streams[line + 1], group, ...)
     redis.call('XDEL', streams[line + 1], ...)
   end)
 end
 if #skipped == n then return reply end
+if next(lines) then open_lanes(seating, wake) end
 
 local now_at = now_ms()
 local now = number(now_at)
@@ -128,7 +139,7 @@ local function settle_otherwise(i, at, target)
     redis.call('SET', record, '- queued ' .. token .. '\n' .. body)
     due_in(delayed, job_id, delay)
   elseif target == 'queued' then
-    redis.call('SET', record, put_in_line(streams, released[i], 'queued', job_id) .. ' queued ' .. token)
+    redis.call('SET', record, put_in_line(streams, lines[i], released[i], 'queued', job_id) .. ' queued ' .. token)
   elseif target == 'suspended' then
     redis.call('SET', record, '- suspended ' .. token .. '\n' .. body)
     redis.call('ZADD', suspended, now, job_id)
@@ -154,10 +165,11 @@ for i = 1, n do
     settle_otherwise(i, at, target)
   end
 end
-feed_packed(feed_key, feed_limit, reader, nonce, ledger and 'settled_for_ledger' or 'settled', now, worker, ARGV[20], skipped)
+feed_packed(feed_key, feed_limit, controls[1], nonce, ledger and 'settled_for_ledger' or 'settled', now, worker, ARGV[12], skipped)
 if #ended > 0 then
   redis.call('XTRIM', results, 'MAXLEN', '~', result_limit)
   tell_waiters(waiters, ended)
 end
 for set, due in pairs(first_due) do tell_if_first(set, notices, due) end
+nudge_if_limited(wake, controls[2], leaving)
 return reply

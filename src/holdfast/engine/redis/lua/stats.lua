@@ -1,22 +1,27 @@
 -- stats: a queue at one moment. Reads only.
--- KEYS   1-3 streams  4 feed  5 retry  6 waiting  7 suspended  8 held  9 dead  10 delayed  11 control  12 dlq  13 workers
+-- KEYS   1-4 streams  5 feed  6 retry  7 waiting  8 suspended  9 held  10 dead  11 delayed  12 control  13 dlq  14 workers
+--        15 lanes  then streams of further lanes
 -- ARGV   1 group  2 consumer that holds retries in the pending list  3 milliseconds without a claim after which a worker is gone
--- Reply  {in line, pending, waiting in the pending list, retry, suspended, held, dead, delayed, feed entries, dead letters,
---         workers, controls, bytes of the feed (0 without a reader)}
-local group, parking = ARGV[1], ARGV[2]
-local in_line, pending, parked = 0, 0, 0
-for line = 1, 3 do
-  in_line = in_line + redis.call('XLEN', KEYS[line])
-  local summary = redis.pcall('XPENDING', KEYS[line], group)
-  if not summary.err then
-    pending = pending + summary[1]
-    for _, consumer in ipairs(summary[4] or {}) do
-      if consumer[1] == parking then parked = parked + tonumber(consumer[2]) end
-    end
-  end
+--        4 the lanes that are declared
+-- Reply  {'lanes', …} | {in line, pending, waiting in the pending list, retry, suspended, held, dead, delayed, feed entries,
+--         dead letters, workers, controls, unread bytes of the feed (0 without a reader), {tenant, lane, …}, {lane, backlog, …}}
+local streams = declared_lines()
+local group, parking, control = ARGV[1], ARGV[2], KEYS[12]
+local active = numbers_in(redis.call('HGET', control, 'lanes'))
+local missing = undeclared(streams, active)
+if missing then return missing end
+
+local in_line, waiting, parked, backlogs = 0, 0, 0, {}
+for _, lane in ipairs({ 0, unpack(active) }) do
+  local backlog = backlog_of(streams, lane)
+  in_line = in_line + backlog
+  backlogs[#backlogs + 1], backlogs[#backlogs + 2] = lane, backlog
+  local held, leased = leased_in(streams, lane, group, ''), leased_in(streams, lane, group, parking)
+  waiting, parked = waiting + held, parked + held - leased
 end
-local workers = redis.call('ZCOUNT', KEYS[13], '(' .. number(now_ms() - tonumber(ARGV[3])), '+inf')
-local bytes = redis.call('HEXISTS', KEYS[11], 'reader') == 1 and redis.call('MEMORY', 'USAGE', KEYS[4]) or 0
-return { in_line, pending, parked, redis.call('ZCARD', KEYS[5]), redis.call('ZCARD', KEYS[7]), redis.call('ZCARD', KEYS[8]),
-  redis.call('ZCARD', KEYS[9]), redis.call('ZCARD', KEYS[10]), redis.call('XLEN', KEYS[4]), redis.call('XLEN', KEYS[12]),
-  workers, redis.call('HGETALL', KEYS[11]), bytes }
+local workers = redis.call('ZCOUNT', KEYS[14], '(' .. number(now_ms() - tonumber(ARGV[3])), '+inf')
+local reader = redis.call('HMGET', control, 'reader', 'feed_read')
+local bytes = reader[1] and math.max(0, (redis.call('MEMORY', 'USAGE', KEYS[5]) or 0) - (reader[2] or 0)) or 0
+return { in_line, waiting, parked, redis.call('ZCARD', KEYS[6]), redis.call('ZCARD', KEYS[8]), redis.call('ZCARD', KEYS[9]),
+  redis.call('ZCARD', KEYS[10]), redis.call('ZCARD', KEYS[11]), redis.call('XLEN', KEYS[5]), redis.call('XLEN', KEYS[13]),
+  workers, redis.call('HGETALL', control), bytes, redis.call('HGETALL', KEYS[15]), backlogs }

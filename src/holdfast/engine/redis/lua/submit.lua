@@ -1,29 +1,32 @@
 -- submit: accept new jobs, or name the ones that were there first.
--- KEYS   1-3 streams  4 feed  5 delayed  6 held  7 control  8 notices  then n records, then idempotency keys
+-- KEYS   1-4 streams  5 feed  6 delayed  7 held  8 control  9 notices  10 wake  11 lanes  then n records, then idempotency
+--        keys, then streams of further lanes
 -- ARGV   1 nonce  2 feed limit  3 feed bytes  4 n  5 values a job (4 or 10)  6 packed, so many values a job:
---        line, job id, type, payload, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first),
+--        priority, job id, type, payload, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first),
 --        index of its idempotency key (0: none), tenant, idempotency key, trace, meta
 --        Four values when no job of the batch has more to say, and none is there twice.
---        7 ledger (1|0)  8 packed positions (from 1) of the durable ones ('' if none)
--- Reply  {'paused'} | {'unread'} | {'full'} (the feed) | {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
-local streams = { KEYS[1], KEYS[2], KEYS[3] }
-local feed_key, delayed, held, control, notices = KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+--        7 ledger (1|0)  8 packed positions (from 1) of the durable ones ('' if none)  9 group  10 the lanes that are declared
+-- Reply  {'paused'} | {'unread'} | {'full'} (the feed) | {'lanes', …} | {'limited', limit, backlog, tenant ('': the queue)} |
+--        {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
+local streams, last_key = declared_lines()
+local feed_key, delayed, held, control, notices, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local nonce, feed_limit, feed_bytes, n, width = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 -- One packed argument: several a job would cost Redis more than the jobs themselves.
 local jobs = cmsgpack.unpack(ARGV[6])
 local plain = width == 4
-local FIRST_KEY = 8
+local FIRST_KEY = 11
 
-local controls = redis.call('HMGET', control, 'intake_paused', 'reader')
+local controls = redis.call('HMGET', control, 'intake_paused', 'reader', 'feed_read', 'intake_limit', 'limits', 'lanes')
 if controls[1] == '1' then return { 'paused' } end
 -- With a ledger and without a reader the store is new, or was wiped: what the ledger knows must come first.
 if ARGV[7] == '1' and not controls[2] then return { 'unread' } end
-if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) > feed_bytes then
+if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) - (controls[3] or 0) > feed_bytes then
   return { 'full' }
 end
 
-check_types({ feed_key, notices, streams[1], streams[2], streams[3] }, { delayed, held }, {})
-local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, #KEYS))
+check_types({ feed_key, notices, wake }, { delayed, held }, { KEYS[11] })
+check_types(streams, {}, {})
+local known = redis.call('MGET', unpack(KEYS, FIRST_KEY + 1, last_key))
 local reply, skipped, taken = { 'ok', '' }, {}, {}
 local function skip(i, why)
   reply[#reply + 1], reply[#reply + 2] = i, why
@@ -47,8 +50,53 @@ for i = 1, n do
   end
 end
 if #skipped == n then return reply end
+
+-- Limits are about the jobs in line or running; those that are known already were answered without any.
+local function over_limit(limits)
+  local queue_limit = tonumber(controls[4])
+  if queue_limit then
+    local active = numbers_in(controls[6])
+    local missing = undeclared(streams, active)
+    if missing then return missing end
+    local backlog = backlog_of(streams, 0)
+    for _, lane in ipairs(active) do backlog = backlog + backlog_of(streams, lane) end
+    if backlog + n - #skipped > queue_limit then return { 'limited', queue_limit, backlog, '' } end
+  end
+  local more = {}
+  for i = 1, n do
+    local tenant = plain and 'default' or jobs[(i - 1) * width + 7]
+    if not known[i] then more[tenant] = (more[tenant] or 0) + 1 end
+  end
+  for tenant, count in pairs(more) do
+    -- Named tenants have lanes of their own: whoever is not named is in none of theirs.
+    local lane = tenant == 'default' and 0 or tonumber(redis.call('HGET', KEYS[11], tenant) or nil)
+    local limit = lane and limits[lane]
+    if limit and limit.intake >= 0 then
+      if not streams[WIDTH * lane + 1] then return { 'lanes', tenant, lane } end
+      local backlog = backlog_of(streams, lane)
+      if backlog + count > limit.intake then return { 'limited', limit.intake, backlog, tenant } end
+    end
+  end
+end
+if controls[4] or controls[5] then
+  local refusal = over_limit(limits_in(controls[5]))
+  if refusal then return refusal end
+end
+
 local hurry = false
 for _, i in ipairs(ARGV[8] ~= '' and cmsgpack.unpack(ARGV[8]) or {}) do hurry = hurry or not known[i] end
+
+local seating
+if not plain then
+  seating = seating_of(streams, KEYS[11], control, ARGV[9])
+  for i = 1, n do
+    local first = (i - 1) * width
+    if not known[i] and jobs[first + 5] == '' then seat(seating, jobs[first + 7]) end
+  end
+  local missing = missing_lanes(seating)
+  if missing then return missing end
+  open_lanes(seating, wake)
+end
 
 local at = now_ms()
 local now = number(at)
@@ -57,16 +105,16 @@ local to_set, p, earliest = {}, 0, nil
 for i = 1, n do
   if not known[i] then
     local first = (i - 1) * width
-    local line, job_id, task, payload = jobs[first + 1], jobs[first + 2], jobs[first + 3], jobs[first + 4]
+    local priority, job_id, task, payload = jobs[first + 1], jobs[first + 2], jobs[first + 3], jobs[first + 4]
     local record
     if plain then
-      record = PLACE[line] .. call('XADD', streams[line + 1], '*',
+      record = PLACE[priority] .. call('XADD', streams[priority + 1], '*',
         'holdfast', head, 'task_id', job_id, 'type', task, 'payload', payload) .. ' queued -'
     else
       local due, key_index, tenant, key, trace, meta = unpack(jobs, first + 5, first + 10)
-      local body = { task, payload, tenant, key, trace, meta, '0', '0', now, number(line), '0' }
+      local body = { task, payload, tenant, key, trace, meta, '0', '0', now, number(priority), '0' }
       if due == '' then
-        record = put_in_line(streams, body, 'queued', job_id) .. ' queued -'
+        record = put_in_line(streams, WIDTH * seating.lane_of[tenant] + priority, body, 'queued', job_id) .. ' queued -'
       else
         local how, ms = string.match(due, '(%a+) (%d+)$')
         if how then body[RUN_AT] = how == 'in' and number(at + tonumber(ms)) or ms end

@@ -1,10 +1,11 @@
 -- known: what must be known before jobs are taken into a queue.
 -- Takes  :queue, :now, :window (ms); :names, a JSON list of job ids and idempotency keys alike;
 --        :tenants, a JSON list
--- Gives  [intake paused, whether the feed has a reader, its unread bytes or null, jobs, keys]
+-- Gives  [[intake paused, intake limit or null, tenants' controls as JSON text or null] or null, whether the feed has a
+--        reader, its unread bytes or null, jobs, keys]
 --        jobs: [job id, tenant, has no key of its own, ended and past the window]; keys: [tenant, key, job id, expired]
 SELECT json_array(
-    coalesce((SELECT intake_paused FROM queues WHERE queue = :queue), 0),
+    json((SELECT json_array(intake_paused, intake_limit, tenants) FROM queues WHERE queue = :queue)),
     EXISTS (SELECT 1 FROM feed_readers WHERE queue = :queue),
     (SELECT (SELECT total_bytes FROM feed_entries WHERE queue = :queue ORDER BY position DESC LIMIT 1)
           - coalesce(

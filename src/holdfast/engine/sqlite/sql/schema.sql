@@ -27,6 +27,8 @@ CREATE TABLE jobs (
     run_at          INTEGER,
     next_retry_at   INTEGER,
     dlq_id          TEXT,
+    webhook         TEXT    GENERATED ALWAYS AS (json_extract(meta, '$.webhook')) VIRTUAL,
+    told_at         INTEGER,
     created_at      INTEGER NOT NULL,
     updated_at      INTEGER NOT NULL,
     finished_at     INTEGER,
@@ -52,9 +54,10 @@ CREATE TABLE jobs (
     CONSTRAINT legal_move CHECK ({{legal}})
 );
 CREATE UNIQUE INDEX jobs_by_job_id ON jobs (job_id, queue);
-CREATE INDEX jobs_line ON jobs (queue, priority, line, state) WHERE line IS NOT NULL;
+-- Tenants take turns within a priority: each has a line of its own in this index.
+CREATE INDEX jobs_line ON jobs (queue, priority, tenant_id, line, state) WHERE line IS NOT NULL;
 CREATE INDEX jobs_due ON jobs (queue, due_at, state) WHERE due_at IS NOT NULL;
-CREATE INDEX jobs_leased ON jobs (queue, lease_until, state) WHERE lease_until IS NOT NULL;
+CREATE INDEX jobs_leased ON jobs (queue, lease_until, state, tenant_id) WHERE lease_until IS NOT NULL;
 CREATE INDEX jobs_aside ON jobs (queue, state) WHERE state IN ({{aside}});
 CREATE INDEX jobs_finished ON jobs (queue, finished_at, state) WHERE finished_at IS NOT NULL;
 -- For the ledger's queries, beside the ones of its own: keys that were given; and what is neither in line, nor leased, nor
@@ -63,7 +66,8 @@ CREATE INDEX jobs_by_key ON jobs (tenant_id, idempotency_key) WHERE idempotency_
 CREATE INDEX jobs_by_state ON jobs (tenant_id, state, created_at, job_id) WHERE {{noted}};
 
 -- The story of every job; `id` is the feed position, `job` the row of the job. What the job's own row still says
--- (most of the envelope of a creation, the result of a success) is not copied into `data`.
+-- (most of the envelope of a creation, the result of a success) is not copied into `data`. Row 0 is nobody: what operators
+-- did is in the feed, but in no job's story; `data` says to whom.
 CREATE TABLE events (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
     job         INTEGER NOT NULL,
@@ -133,19 +137,30 @@ CREATE TABLE dlq_items (
     confirmed_by TEXT,
     reason       TEXT,
     replayed_as  TEXT,
+    replay_count INTEGER NOT NULL DEFAULT 0,
+    replay_payload TEXT,
+    replay_pending INTEGER NOT NULL DEFAULT 0,
+    fingerprint  TEXT    NOT NULL DEFAULT '',
     acked_at     INTEGER,
     PRIMARY KEY (tenant_id, dlq_id)
 ) WITHOUT ROWID;
 CREATE INDEX dlq_items_by_queue ON dlq_items (queue, failed_at);
 CREATE INDEX dlq_items_by_job ON dlq_items (tenant_id, job_id, queue);
 CREATE INDEX dlq_items_by_time ON dlq_items (tenant_id, failed_at, dlq_id);
+CREATE INDEX dlq_items_by_fingerprint ON dlq_items (tenant_id, fingerprint, failed_at);
+CREATE INDEX dlq_items_replaying ON dlq_items (tenant_id, dlq_id) WHERE replay_pending = 1;
 
+-- `tenants` are the controls of single tenants, `turns` whose turn it is (`turns.py`): JSON, null while there are none.
 CREATE TABLE queues (
     queue         TEXT PRIMARY KEY,
     used          INTEGER NOT NULL DEFAULT 0,
     paused        INTEGER NOT NULL DEFAULT 0,
     intake_paused INTEGER NOT NULL DEFAULT 0,
-    concurrency   INTEGER
+    concurrency   INTEGER,
+    intake_limit  INTEGER,
+    backlog_alert INTEGER,
+    tenants       TEXT,
+    turns         TEXT
 ) WITHOUT ROWID;
 
 CREATE TABLE workers (

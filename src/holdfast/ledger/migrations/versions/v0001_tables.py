@@ -36,8 +36,12 @@ def upgrade() -> None:
     _create_idempotency_keys()
     _create_job_steps()
     _create_approvals()
+    _create_approval_votes()
+    _create_operator_events()
+    _create_alerts()
     _create_outbox_events()
     _create_queue_executions()
+    _create_tokens()
     _create_ledger_owner()
     _create_feed_positions()
     _create_feed_entries()
@@ -49,8 +53,12 @@ def downgrade() -> None:
     op.drop_table("feed_entries")
     op.drop_table("feed_positions")
     op.drop_table("ledger_owner")
+    op.drop_table("tokens")
     op.drop_table("queue_executions")
     op.drop_table("outbox_events")
+    op.drop_table("alerts")
+    op.drop_table("operator_events")
+    op.drop_table("approval_votes")
     op.drop_table("approvals")
     op.drop_table("job_steps")
     op.drop_table("idempotency_keys")
@@ -84,6 +92,8 @@ def _create_jobs() -> None:
         sa.Column("run_at", INSTANT),
         sa.Column("next_retry_at", INSTANT),
         sa.Column("dlq_id", NAME),
+        sa.Column("webhook", sa.Text()),
+        sa.Column("told_at", INSTANT),
         sa.Column("created_at", INSTANT, nullable=False),
         sa.Column("updated_at", INSTANT, nullable=False),
         sa.Column("finished_at", INSTANT),
@@ -118,6 +128,12 @@ def _create_jobs() -> None:
         **_only("trace_id <> ''", "octet_length(trace_id) <= 1000"),
     )
     op.create_index(op.f("jobs_by_type"), "jobs", ["tenant_id", "job_type", "created_at"])
+    op.create_index(
+        op.f("jobs_untold"),
+        "jobs",
+        ["tenant_id", "finished_at"],
+        **_only("webhook IS NOT NULL AND told_at IS NULL AND finished_at IS NOT NULL"),
+    )
     op.create_index(
         op.f("jobs_with_error"), "jobs", ["tenant_id", "created_at", "job_id"], **_only("last_error IS NOT NULL")
     )
@@ -165,14 +181,20 @@ def _create_dlq_items() -> None:
         sa.Column("confirmed_by", sa.Text()),
         sa.Column("reason", sa.Text()),
         sa.Column("replayed_as", sa.Text()),
+        sa.Column("replay_count", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("replay_payload", sa.Text()),
+        sa.Column("replay_pending", sa.SmallInteger(), server_default="0", nullable=False),
+        sa.Column("fingerprint", NAME, server_default="", nullable=False),
         sa.Column("acked_at", INSTANT),
         sa.CheckConstraint(
             "status IN ('open', 'discard_requested', 'discarded', 'replayed')", name=op.f("dlq_items_known_status")
         ),
         sa.PrimaryKeyConstraint("tenant_id", "dlq_id", name=op.f("dlq_items_pk")),
     )
+    op.create_index(op.f("dlq_items_by_fingerprint"), "dlq_items", ["tenant_id", "fingerprint", "failed_at"])
     op.create_index(op.f("dlq_items_by_job"), "dlq_items", ["tenant_id", "job_id", "queue"], unique=True)
     op.create_index(op.f("dlq_items_by_time"), "dlq_items", ["tenant_id", "failed_at", "dlq_id"])
+    op.create_index(op.f("dlq_items_replaying"), "dlq_items", ["tenant_id", "dlq_id"], **_only("replay_pending = 1"))
     op.create_index(op.f("dlq_items_unacked"), "dlq_items", ["tenant_id", "queue"], **_only("acked_at IS NULL"))
 
 
@@ -233,23 +255,99 @@ def _create_approvals() -> None:
         sa.Column("approval_id", NAME, nullable=False),
         sa.Column("job_id", NAME, nullable=False),
         sa.Column("queue", NAME, nullable=False),
+        sa.Column("job_type", NAME, nullable=False),
         sa.Column("status", NAME, server_default="requested", nullable=False),
+        sa.Column("name", NAME, server_default="", nullable=False),
         sa.Column("payload_hash", NAME, nullable=False),
-        sa.Column("policy", sa.Text()),
-        sa.Column("reason", sa.Text()),
+        sa.Column("policies", sa.Text(), server_default="[]", nullable=False),
+        sa.Column("reason", sa.Text(), server_default="", nullable=False),
+        sa.Column("details", sa.Text()),
+        sa.Column("quorum", sa.SmallInteger(), server_default="1", nullable=False),
+        sa.Column("deadline", INSTANT),
         sa.Column("requested_by", sa.Text(), nullable=False),
         sa.Column("requested_at", INSTANT, nullable=False),
         sa.Column("decided_by", sa.Text()),
         sa.Column("decided_at", INSTANT),
         sa.Column("decision_reason", sa.Text()),
+        sa.Column("acked_at", INSTANT),
+        sa.Column("told", NAME),
         sa.CheckConstraint("(decided_at IS NULL) = (status = 'requested')", name=op.f("approvals_decision")),
         sa.CheckConstraint(
-            "status IN ('requested', 'approved', 'rejected', 'withdrawn')", name=op.f("approvals_known_status")
+            "status IN ('requested', 'approved', 'rejected', 'expired', 'withdrawn')",
+            name=op.f("approvals_known_status"),
         ),
+        sa.CheckConstraint("quorum > 0", name=op.f("approvals_quorum")),
         sa.PrimaryKeyConstraint("tenant_id", "approval_id", name=op.f("approvals_pk")),
+    )
+    op.create_index(
+        op.f("approvals_by_deadline"),
+        "approvals",
+        ["tenant_id", "deadline"],
+        **_only("status = 'requested' AND deadline IS NOT NULL"),
     )
     op.create_index(op.f("approvals_by_job"), "approvals", ["tenant_id", "job_id", "queue"])
     op.create_index(op.f("approvals_by_time"), "approvals", ["tenant_id", "status", "requested_at"])
+    op.create_index(
+        op.f("approvals_undelivered"),
+        "approvals",
+        ["tenant_id", "decided_at"],
+        **_only("acked_at IS NULL AND decided_at IS NOT NULL"),
+    )
+    op.create_index(
+        op.f("approvals_untold"),
+        "approvals",
+        ["tenant_id", "requested_at"],
+        **_only("told IS NULL OR told <> status"),
+    )
+
+
+def _create_approval_votes() -> None:
+    op.create_table(
+        "approval_votes",
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("approval_id", NAME, nullable=False),
+        sa.Column("person", NAME, nullable=False),
+        sa.Column("approve", sa.SmallInteger(), nullable=False),
+        sa.Column("reason", sa.Text(), server_default="", nullable=False),
+        sa.Column("at", INSTANT, nullable=False),
+        sa.PrimaryKeyConstraint("tenant_id", "approval_id", "person", name=op.f("approval_votes_pk")),
+    )
+
+
+def _create_operator_events() -> None:
+    op.create_table(
+        "operator_events",
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("id", NAME, nullable=False),
+        sa.Column("type", NAME, nullable=False),
+        sa.Column("actor", sa.Text(), nullable=False),
+        sa.Column("target", NAME, nullable=False),
+        sa.Column("target_id", sa.Text(), nullable=False),
+        sa.Column("queue", NAME, server_default="", nullable=False),
+        sa.Column("reason", sa.Text(), server_default="", nullable=False),
+        sa.Column("before", sa.Text()),
+        sa.Column("after", sa.Text()),
+        sa.Column("at", INSTANT, nullable=False),
+        sa.Column("told_at", INSTANT),
+        sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("operator_events_pk")),
+    )
+    op.create_index(op.f("operator_events_by_time"), "operator_events", ["tenant_id", "at", "id"])
+    op.create_index(
+        op.f("operator_events_untold"),
+        "operator_events",
+        ["tenant_id", "at"],
+        **_only("told_at IS NULL AND type LIKE 'alert.%'"),
+    )
+
+
+def _create_alerts() -> None:
+    op.create_table(
+        "alerts",
+        sa.Column("tenant_id", NAME, server_default="default", nullable=False),
+        sa.Column("key", NAME, nullable=False),
+        sa.Column("raised_at", INSTANT, nullable=False),
+        sa.PrimaryKeyConstraint("tenant_id", "key", name=op.f("alerts_pk")),
+    )
 
 
 def _create_outbox_events() -> None:
@@ -293,6 +391,23 @@ def _create_queue_executions() -> None:
         sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("queue_executions_pk")),
     )
     op.create_index(op.f("queue_executions_by_message"), "queue_executions", ["tenant_id", "message_id"])
+
+
+def _create_tokens() -> None:
+    op.create_table(
+        "tokens",
+        sa.Column("token_id", NAME, nullable=False),
+        sa.Column("name", NAME, nullable=False),
+        sa.Column("role", NAME, nullable=False),
+        sa.Column("tenants", sa.Text(), nullable=False),
+        sa.Column("secret_hash", NAME, nullable=False),
+        sa.Column("created_by", sa.Text(), nullable=False),
+        sa.Column("created_at", INSTANT, nullable=False),
+        sa.Column("expires_at", INSTANT),
+        sa.Column("revoked_at", INSTANT),
+        sa.CheckConstraint("role IN ('viewer', 'operator', 'approver', 'admin')", name=op.f("tokens_known_role")),
+        sa.PrimaryKeyConstraint("token_id", name=op.f("tokens_pk")),
+    )
 
 
 def _create_ledger_owner() -> None:

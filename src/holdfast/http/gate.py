@@ -1,0 +1,93 @@
+"""Who is at the door: a token's person, or, in dev mode on loopback, whoever sits at this machine.
+
+In dev mode programs need no token. A browser does need to have come in by the one-time link: otherwise any page that is
+open in it could use the API.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from http.cookies import CookieError, SimpleCookie
+from typing import Final, Protocol
+
+from holdfast.core.person import ALL_TENANTS, Person, Role
+from holdfast.errors import Unauthorized, Unknown
+from holdfast.http.asgi import Scope, header
+
+_COOKIE: Final = "holdfast_dev"
+_NEEDED: Final = "send a valid token: `Authorization: Bearer hf_…` (`holdfast token create` makes one)"
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+
+
+class Tokens(Protocol):
+    """What a gate needs of the people's office."""
+
+    async def verify(self, text: str) -> Person: ...
+
+
+class Gate:
+    """Lets people in who have a token."""
+
+    #: For what is open to everybody: sees nothing.
+    nobody: Final = Person(name="", role=Role.VIEWER, tenants=frozenset(), proven=False)
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    async def person(self, scope: Scope) -> Person:
+        """Who asks. Raises `Unauthorized`, with the same words for every cause."""
+        given = header(scope, b"authorization")
+        if given is None:
+            return self._without_token(scope)
+        scheme, _, text = given.partition(" ")
+        text = text.strip()
+        if scheme.lower() != "bearer" or not text.isascii() or not 0 < len(text) <= 500:
+            raise Unauthorized(_NEEDED)
+        try:
+            return await self._tokens.verify(text)
+        except Unauthorized:
+            raise Unauthorized(_NEEDED) from None
+
+    def _without_token(self, scope: Scope) -> Person:
+        raise Unauthorized(_NEEDED)
+
+
+class DevGate(Gate):
+    """Lets in whoever sits at this machine. Only for servers that listen on loopback."""
+
+    _you: Final = Person(name="dev", role=Role.ADMIN, tenants=frozenset({ALL_TENANTS}), proven=False)
+
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__(tokens)
+        self._key: str | None = secrets.token_urlsafe(24)
+        self._session = secrets.token_urlsafe(24)
+
+    def link(self, base: str) -> str:
+        """Opens the door to one browser, once."""
+        return f"{base}/dev?key={self._key}"
+
+    def exchange(self, key: str) -> str:
+        """The cookie that a browser gets for the link's key; the second time there is nothing."""
+        if self._key is None or not hmac.compare_digest(self._key.encode(), key.encode()):
+            raise Unknown("dev link", "given")
+        self._key = None
+        return f"{_COOKIE}={self._session}; HttpOnly; SameSite=Strict; Path=/"
+
+    def _without_token(self, scope: Scope) -> Person:
+        # Another name for this address is how a page elsewhere gets at servers on loopback.
+        host = (header(scope, b"host") or "").rpartition(":")
+        name = host[0] if host[2].isdecimal() and host[0] else "".join(host)
+        if name not in _LOOPBACK:
+            raise Unauthorized("the dev server is asked by the names 127.0.0.1 and localhost only")
+        from_browser = header(scope, b"sec-fetch-site") is not None or header(scope, b"origin") is not None
+        if from_browser and not self._has_session(scope):
+            raise Unauthorized("come in by the link that the dev server printed when it started")
+        return self._you
+
+    def _has_session(self, scope: Scope) -> bool:
+        try:
+            cookie = SimpleCookie(header(scope, b"cookie") or "").get(_COOKIE)
+        except CookieError:
+            return False
+        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self._session.encode())

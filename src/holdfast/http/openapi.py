@@ -1,0 +1,234 @@
+"""The OpenAPI document, from the same operations and structs that serve the requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from pydantic import BaseModel
+
+from holdfast._version import __version__
+from holdfast.app import Holdfast
+from holdfast.errors import EngineUnavailable, Forbidden, HoldfastError, Unauthorized
+from holdfast.http.operation import Answer, Operation
+from holdfast.http.problems import (
+    CONTENT_TYPE,
+    TITLES,
+    BadRequest,
+    BodyTooLarge,
+    Problem,
+    Unprocessable,
+    UnsupportedMediaType,
+    status_of,
+)
+from holdfast.http.wire import ID_PATTERN
+
+_REFS: Final = "#/components/schemas/{name}"
+_PARAMETER: Final = re.compile(r"\{(\w+)\}")
+_WAIT: Final = frozenset({429, 503})
+_SUBMISSIONS: Final = ("Submission", "BulkItem")
+_DESCRIPTION: Final = (
+    "Submit jobs, follow them, and operate their queues. Errors are `application/problem+json` with a stable `code`. "
+    "Every request carries `Authorization: Bearer hf_…`; what is of another tenant is not there."
+)
+
+
+def document(operations: Sequence[Operation], app: Holdfast | None = None) -> dict[str, Any]:
+    """The whole document; with an app, its tasks and their arguments are in it."""
+    schemas = _Schemas(operations)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, schemas)
+    components = dict(schemas.components)
+    if app is not None and app.tasks:
+        for name in _SUBMISSIONS:
+            components[name] = _with_tasks(components[name], app, components)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "holdfast", "version": __version__, "description": _DESCRIPTION},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "bearerFormat": "hf_<id>_<secret>"}},
+        },
+        "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in operations)],
+    }
+
+
+class _Schemas:
+    """All structs as JSON Schema."""
+
+    def __init__(self, operations: Iterable[Operation]) -> None:
+        kinds: dict[Any, None] = {Problem: None}
+        for operation in operations:
+            answered = (answer.kind for answer in operation.answers.values())
+            kinds |= dict.fromkeys(kind for kind in (operation.query, operation.body, *answered) if kind is not None)
+        self._kinds = list(kinds)
+        found, self.components = msgspec.json.schema_components(self._kinds, ref_template=_REFS)
+        self._by_kind = {id(kind): schema for kind, schema in zip(self._kinds, found, strict=True)}
+
+    def of(self, kind: Any) -> dict[str, Any]:
+        return self._by_kind[id(kind)]
+
+    def fields(self, kind: type[msgspec.Struct]) -> tuple[dict[str, Any], list[str]]:
+        """A struct's own fields and which of them are needed."""
+        schema = self.components[self.of(kind)["$ref"].rpartition("/")[2]]
+        return schema["properties"], schema.get("required", [])
+
+
+def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": operation.id,
+        "tags": [operation.tag],
+        "summary": operation.summary,
+        "parameters": [*_path_parameters(operation), *_query_parameters(operation, schemas), *_headers(operation)],
+        "responses": _responses(operation, schemas),
+    }
+    if operation.description:
+        described["description"] = operation.description
+    if operation.body is not None:
+        content: dict[str, Any] = {"schema": schemas.of(operation.body)}
+        if operation.body_example is not None:
+            content["example"] = operation.body_example
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if operation.right is not None:
+        described["security"] = [{"token": []}]
+    return described
+
+
+def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
+    schema = {"type": "string", "pattern": ID_PATTERN}
+    names = _PARAMETER.findall(operation.path)
+    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+
+
+def _query_parameters(operation: Operation, schemas: _Schemas) -> list[dict[str, Any]]:
+    if operation.query is None:
+        return []
+    properties, required = schemas.fields(operation.query)
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": _not_null(schema)}
+        | ({"description": schema["description"]} if "description" in schema else {})
+        for name, schema in properties.items()
+    ]
+
+
+def _not_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter that is not there is left out; there is no null in a query string."""
+    plain = {name: value for name, value in schema.items() if not (name == "default" and value is None)}
+    if "anyOf" in plain:
+        kinds = [kind for kind in plain.pop("anyOf") if kind != {"type": "null"}]
+        assert len(kinds) == 1
+        only: dict[str, Any] = plain | kinds[0]
+        return only
+    return plain
+
+
+def _headers(operation: Operation) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "in": "header",
+            "required": False,
+            "description": description,
+            "schema": {"type": "string", "pattern": pattern},
+        }
+        for name, (description, pattern) in operation.headers.items()
+    ]
+
+
+def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    responses = {str(status): _answer(answer, schemas) for status, answer in operation.answers.items()}
+    errors: list[type[HoldfastError]] = [*operation.errors, EngineUnavailable, *_usual_errors(operation)]
+    by_status: dict[int, list[str]] = {}
+    for error in errors:
+        codes = by_status.setdefault(status_of(error), [])
+        if error.code not in codes:
+            codes.append(error.code)
+    for status, codes in sorted(by_status.items()):
+        responses.setdefault(str(status), _problem(operation, status, codes, schemas))
+    return responses
+
+
+def _usual_errors(operation: Operation) -> list[type[HoldfastError]]:
+    errors: list[type[HoldfastError]] = [Unprocessable]
+    if operation.right is not None:
+        errors += [Unauthorized, Forbidden]
+    if operation.body is not None:
+        errors += [BadRequest, BodyTooLarge, UnsupportedMediaType]
+    return errors
+
+
+def _answer(answer: Answer, schemas: _Schemas) -> dict[str, Any]:
+    described: dict[str, Any] = {"description": answer.description}
+    if answer.kind is not None or answer.content_type != "application/json":
+        content: dict[str, Any] = {"schema": {"type": "string"} if answer.kind is None else schemas.of(answer.kind)}
+        if answer.example is not None:
+            content["example"] = answer.example
+        described["content"] = {answer.content_type: content}
+    if answer.headers:
+        described["headers"] = {
+            name: {"description": text, "required": True, "schema": {"type": "string"}}
+            for name, text in answer.headers.items()
+        }
+    if answer.links:
+        described["links"] = {
+            name: {"operationId": target, "parameters": dict(parameters)}
+            for name, (target, parameters) in answer.links.items()
+        }
+    return described
+
+
+def _problem(operation: Operation, status: int, codes: Sequence[str], schemas: _Schemas) -> dict[str, Any]:
+    example = {
+        "type": f"urn:holdfast:problem:{codes[0].lower().replace('_', '-')}",
+        "title": TITLES[status],
+        "status": status,
+        "detail": "what is wrong, and what to do",
+        "code": codes[0],
+        "instance": operation.path,
+    }
+    described: dict[str, Any] = {
+        "description": f"{TITLES[status]}: {', '.join(codes)}",
+        "content": {CONTENT_TYPE: {"schema": schemas.of(Problem), "example": example}},
+    }
+    names = ["Retry-After"] if status in _WAIT else ["WWW-Authenticate"] if status == 401 else []
+    if names:
+        described["headers"] = {name: {"required": True, "schema": {"type": "string"}} for name in names}
+    return described
+
+
+# The app's own tasks -----------------------------------------------------------------------------------
+
+
+def _with_tasks(schema: Mapping[str, Any], app: Holdfast, components: dict[str, Any]) -> dict[str, Any]:
+    """A submission is one of a known task, with arguments that fit it."""
+    choices = []
+    for name, task in sorted(app.tasks.items()):
+        arguments = _arguments(task.plan.arguments.struct, f"{name}Arguments", components)
+        choices.append({"properties": {"task": {"const": name}, "payload": arguments}, "required": _needed(arguments)})
+    return dict(schema) | {"oneOf": choices}
+
+
+def _needed(arguments: Mapping[str, Any]) -> list[str]:
+    return ["task", "payload"] if arguments.get("required") else ["task"]
+
+
+def _arguments(kind: type[msgspec.Struct], name: str, components: dict[str, Any]) -> dict[str, Any]:
+    """The arguments' schema. What JSON Schema cannot say is any object."""
+    try:
+        (schema,), parts = msgspec.json.schema_components([kind], schema_hook=_other, ref_template=_REFS)
+    except (TypeError, NotImplementedError):
+        return {"type": "object"}
+    own: dict[str, Any] = parts.pop(schema["$ref"].rpartition("/")[2])
+    for part, described in parts.items():
+        components.setdefault(part, described)
+    return own | {"title": name}
+
+
+def _other(kind: type) -> dict[str, Any]:
+    if issubclass(kind, BaseModel):
+        return kind.model_json_schema()
+    raise NotImplementedError

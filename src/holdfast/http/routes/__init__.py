@@ -1,0 +1,7 @@
+"""The API's operations, a module for each part. Importing this registers all of them."""
+
+from __future__ import annotations
+
+from holdfast.http.routes import approvals, dlq, internal, jobs, queues, stream, suspended, system
+
+__all__ = ["approvals", "dlq", "internal", "jobs", "queues", "stream", "suspended", "system"]

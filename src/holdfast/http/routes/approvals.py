@@ -1,0 +1,272 @@
+"""`/api/v1/approvals` and `/api/v1/operator-log`: people's questions, answers and deeds (requirements A2, A3, H6)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.core.person import Right
+from holdfast.errors import ApprovalVoid, Conflict, Forbidden, Unknown
+from holdfast.http.asgi import Reply
+from holdfast.http.operation import Answer, Call, Decorator, operation
+from holdfast.http.paging import paged
+from holdfast.http.wire import JobEvent, Name, PageQuery, Request, Text, event_of_row, plain
+from holdfast.ledger.deeds import ApprovalFilter, LogFilter, LogRow
+from holdfast.ledger.people import ApprovalRow, ApprovalStatus
+from holdfast.people.scope import scope
+
+_TAG: Final = "approvals"
+_PATH: Final = "/api/v1/approvals"
+_ONE: Final = f"{_PATH}/{{approval_id}}"
+_FIRST: Final = {"approval_id": "$response.body#/approvals/0/approval_id"}
+
+
+class Vote(msgspec.Struct, frozen=True, kw_only=True):
+    person: str
+    approve: bool
+    reason: str
+    at: datetime
+
+
+class Approval(msgspec.Struct, frozen=True, kw_only=True):
+    """A question to people, and what came of it."""
+
+    approval_id: str
+    job_id: str
+    task: str
+    queue: str
+    tenant_id: str
+    status: ApprovalStatus
+    #: Empty: a guard asks; else the name that the task gave its question.
+    name: str
+    #: Of what is shown: a yes is for this and nothing else.
+    payload_hash: str
+    policies: list[str]
+    reason: str
+    details: Any
+    #: How many different people have to approve.
+    quorum: int
+    requested_by: str
+    requested_at: datetime
+    deadline: datetime | None
+    decided_by: str | None
+    decided_at: datetime | None
+    decision_reason: str | None
+    votes: list[Vote]
+
+
+class ApprovalSheet(Approval, frozen=True, kw_only=True):
+    """With the job's arguments and its story."""
+
+    payload: Any
+    events: list[JobEvent]
+
+
+class Approvals(msgspec.Struct, frozen=True, kw_only=True):
+    approvals: list[Approval]
+    cursor: str | None
+
+
+class ApprovalQuery(PageQuery, frozen=True, kw_only=True):
+    """Which approvals."""
+
+    status: tuple[ApprovalStatus, ...] = ()
+    task: Name | None = None
+    queue: tuple[Name, ...] = ()
+    job_id: Text | None = None
+    since: Annotated[datetime, Meta(tz=True)] | None = None
+    until: Annotated[datetime, Meta(tz=True)] | None = None
+
+
+class Say(Request, frozen=True, kw_only=True):
+    """Why."""
+
+    reason: Annotated[str, Meta(max_length=2_000)] = ""
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody did: who, when, why, before and after."""
+
+    id: str
+    type: str
+    actor: str
+    tenant_id: str
+    target: str
+    target_id: str
+    queue: str
+    reason: str
+    before: Any
+    after: Any
+    at: datetime
+
+
+class OperatorLog(msgspec.Struct, frozen=True, kw_only=True):
+    lines: list[LogLine]
+    cursor: str | None
+
+
+class LogQuery(PageQuery, frozen=True, kw_only=True):
+    """Which lines."""
+
+    type: tuple[Name, ...] = ()
+    actor: Text | None = None
+    target: Name | None = None
+    target_id: Text | None = None
+    queue: tuple[Name, ...] = ()
+    since: Annotated[datetime, Meta(tz=True)] | None = None
+    until: Annotated[datetime, Meta(tz=True)] | None = None
+
+
+@operation(
+    "GET",
+    _PATH,
+    "listApprovals",
+    tag=_TAG,
+    query=ApprovalQuery,
+    answers={
+        200: Answer(
+            "A page, newest first.",
+            Approvals,
+            links={
+                "approval": ("getApproval", _FIRST),
+                "approve": ("approve", _FIRST),
+                "reject": ("reject", _FIRST),
+            },
+        )
+    },
+    errors=(Unknown,),
+)
+async def list_approvals(call: Call) -> Reply:
+    """List questions to people, newest first."""
+    query: ApprovalQuery = call.query
+    wanted = ApprovalFilter(
+        statuses=frozenset(query.status),
+        job_type=query.task,
+        queues=frozenset(query.queue),
+        job_id=query.job_id,
+        since=query.since,
+        until=query.until,
+    )
+    page = await paged(
+        query.cursor, call.service.offices.approvals.list(call.person, wanted, query.limit, query.cursor)
+    )
+    return Reply(Approvals(approvals=[Approval(**_fields(row)) for row in page.approvals], cursor=page.cursor))
+
+
+@operation(
+    "GET",
+    _ONE,
+    "getApproval",
+    tag=_TAG,
+    answers={200: Answer("The question, what it is about, and the votes.", ApprovalSheet)},
+    errors=(Unknown,),
+)
+async def show(call: Call) -> Reply:
+    """One question with all that is needed to decide."""
+    sheet = await call.service.offices.approvals.show(call.person, call.path["approval_id"])
+    payload = None if sheet.job is None else plain(sheet.job.payload.text.encode())
+    events = [event_of_row(row) for row in sheet.story]
+    return Reply(ApprovalSheet(**_fields(sheet.approval), payload=payload, events=events))
+
+
+def _answer(verb: str) -> Decorator:
+    return operation(
+        "POST",
+        f"{_ONE}/{verb}",
+        verb,
+        tag=_TAG,
+        right=Right.APPROVE,
+        body=Say,
+        body_example={"reason": "I have seen the invoice"},
+        answers={200: Answer("The approval after this vote.", Approval)},
+        errors=(Unknown, Conflict, ApprovalVoid, Forbidden),
+    )
+
+
+@_answer("approve")
+async def approve(call: Call) -> Reply:
+    """Say yes. Whoever asked cannot; once so many as needed have said it, the job goes on."""
+    return await _vote(call, approve=True)
+
+
+@_answer("reject")
+async def reject(call: Call) -> Reply:
+    """Say no: the job is cancelled."""
+    return await _vote(call, approve=False)
+
+
+@operation(
+    "GET",
+    "/api/v1/operator-log",
+    "listOperatorLog",
+    tag=_TAG,
+    query=LogQuery,
+    answers={200: Answer("A page, newest first.", OperatorLog)},
+    errors=(Unknown,),
+)
+async def operator_log(call: Call) -> Reply:
+    """What people did, and alerts: who, when, why, before and after."""
+    query: LogQuery = call.query
+    wanted = LogFilter(
+        tenants=scope(call.person),
+        types=frozenset(query.type),
+        actor=query.actor,
+        target=query.target,
+        target_id=query.target_id,
+        queues=frozenset(query.queue),
+        since=query.since,
+        until=query.until,
+    )
+    page = await paged(query.cursor, call.service.queries.operator_log(wanted, query.limit, query.cursor))
+    return Reply(OperatorLog(lines=[_line(row) for row in page.lines], cursor=page.cursor))
+
+
+async def _vote(call: Call, *, approve: bool) -> Reply:
+    row = await call.service.offices.approvals.vote(
+        call.person, call.path["approval_id"], approve=approve, reason=call.body.reason
+    )
+    return Reply(Approval(**_fields(row)))
+
+
+def _fields(row: ApprovalRow) -> dict[str, Any]:
+    votes = [Vote(person=vote.person, approve=vote.approve, reason=vote.reason, at=vote.at) for vote in row.votes]
+    return {
+        "approval_id": row.approval_id,
+        "job_id": row.job_id,
+        "task": row.job_type,
+        "queue": row.queue,
+        "tenant_id": row.tenant_id,
+        "status": row.status,
+        "name": row.name,
+        "payload_hash": row.payload_hash,
+        "policies": list(row.policies),
+        "reason": row.reason,
+        "details": row.details,
+        "quorum": row.quorum,
+        "requested_by": row.requested_by,
+        "requested_at": row.requested_at,
+        "deadline": row.deadline,
+        "decided_by": row.decided_by,
+        "decided_at": row.decided_at,
+        "decision_reason": row.decision_reason,
+        "votes": votes,
+    }
+
+
+def _line(row: LogRow) -> LogLine:
+    return LogLine(
+        id=row.id,
+        type=row.type,
+        actor=row.actor,
+        tenant_id=row.tenant_id,
+        target=row.target,
+        target_id=row.target_id,
+        queue=row.queue,
+        reason=row.reason,
+        before=None if row.before is None else plain(row.before.text.encode()),
+        after=None if row.after is None else plain(row.after.text.encode()),
+        at=row.at,
+    )

@@ -1,0 +1,350 @@
+"""`/api/v1/dlq`: dead letters (requirements D3–D5)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from holdfast.core.person import Right
+from holdfast.dlq.letters import Replayed
+from holdfast.errors import Conflict, Denied, IntakeRefused, InvalidPayload, Unknown, UsageError
+from holdfast.http.asgi import Reply
+from holdfast.http.many import Outcome, outcome
+from holdfast.http.operation import Answer, Call, Decorator, operation
+from holdfast.http.paging import paged
+from holdfast.http.problems import PayloadMisfit
+from holdfast.http.wire import (
+    Arguments,
+    Cursor,
+    JobEvent,
+    Limit,
+    Name,
+    NoQuery,
+    Request,
+    Text,
+    Wish,
+    event_of_row,
+    plain,
+)
+from holdfast.ledger.letters import LetterDetail, LetterFilter, LetterGroup, LetterRow
+from holdfast.ledger.people import LetterStatus
+
+_TAG: Final = "dlq"
+_PATH: Final = "/api/v1/dlq"
+_ONE: Final = f"{_PATH}/{{dlq_id}}"
+#: More than an HTTP request should wait for.
+_AT_ONCE: Final = 1_000
+_OF_LETTER: Final = {"dlq_id": "$response.body#/letters/0/dlq_id"}
+
+
+class Letter(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that was given up."""
+
+    dlq_id: str
+    job_id: str
+    task: str
+    queue: str
+    tenant_id: str
+    trace_id: str
+    payload: Any
+    error_code: str
+    error: str
+    retry_count: int
+    failed_at: datetime
+    status: LetterStatus
+    #: Letters that died of the same kind of error have the same.
+    fingerprint: str
+    #: Who asked for it to be thrown away, and who agreed.
+    requested_by: str | None
+    confirmed_by: str | None
+    reason: str | None
+    #: The latest job made of it, and how many there were.
+    replayed_as: str | None
+    replay_count: int
+
+
+class LetterSheet(Letter, frozen=True, kw_only=True):
+    """A dead letter with everything that is needed to decide about it."""
+
+    stack: str
+    #: Every attempt.
+    history: Any
+    events: list[JobEvent]
+
+
+class Letters(msgspec.Struct, frozen=True, kw_only=True):
+    letters: list[Letter]
+    cursor: str | None
+
+
+class Groups(msgspec.Struct, frozen=True, kw_only=True):
+    """Letters by the kind of error, the most frequent first."""
+
+    groups: list[LetterGroup]
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """What an edited payload changes, by JSON pointer; without `before` what is new, without `after` what goes."""
+
+    changes: list[dict[str, Any]]
+
+
+class LetterQuery(Request, frozen=True, kw_only=True):
+    """Which letters. Everything given must hold."""
+
+    status: tuple[LetterStatus, ...] = ()
+    task: Name | None = None
+    queue: tuple[Name, ...] = ()
+    tenant_id: Name | None = None
+    error_code: Text | None = None
+    fingerprint: Text | None = None
+    error: Annotated[Text, Meta(description="Text in the error, in any case.")] | None = None
+    since: Annotated[datetime, Meta(tz=True)] | None = None
+    until: Annotated[datetime, Meta(tz=True)] | None = None
+
+
+class LetterPageQuery(LetterQuery, frozen=True, kw_only=True):
+    """A page of them."""
+
+    limit: Limit = 50
+    cursor: Cursor | None = None
+
+
+class Edited(Request, frozen=True, kw_only=True):
+    payload: Arguments
+
+
+class ReplayWish(Wish, frozen=True, kw_only=True):
+    """Why; and the payload, if it is another one now."""
+
+    payload: Arguments | UnsetType = UNSET
+
+
+class ReplayMany(Wish, frozen=True, kw_only=True):
+    """Every open letter that the filter fits. A dry run only counts."""
+
+    task: Name | None = None
+    queue: tuple[Name, ...] = ()
+    tenant_id: Name | None = None
+    error_code: Text | None = None
+    fingerprint: Text | None = None
+    error: Text | None = None
+    rate_per_s: Annotated[float, Meta(gt=0, le=1_000)] = 50
+    dry_run: bool = True
+
+
+@operation(
+    "GET",
+    _PATH,
+    "listLetters",
+    tag=_TAG,
+    query=LetterPageQuery,
+    answers={
+        200: Answer(
+            "A page, newest first.",
+            Letters,
+            links={
+                "letter": ("getLetter", _OF_LETTER),
+                "replay": ("replayLetter", _OF_LETTER),
+                "discard": ("discardLetter", _OF_LETTER),
+            },
+        )
+    },
+    errors=(Unknown,),
+)
+async def list_letters(call: Call) -> Reply:
+    """List dead letters, newest first."""
+    query: LetterPageQuery = call.query
+    page = call.service.offices.letters.list(call.person, _filter(query), query.limit, query.cursor)
+    found = await paged(query.cursor, page)
+    return Reply(Letters(letters=[_letter(row) for row in found.letters], cursor=found.cursor))
+
+
+@operation(
+    "GET",
+    f"{_PATH}/groups",
+    "listLetterGroups",
+    tag=_TAG,
+    query=LetterQuery,
+    answers={200: Answer("Kinds of errors, the most frequent first.", Groups)},
+)
+async def groups(call: Call) -> Reply:
+    """Dead letters by the kind of error that they died of."""
+    return Reply(Groups(groups=list(await call.service.offices.letters.groups(call.person, _filter(call.query)))))
+
+
+@operation(
+    "POST",
+    f"{_PATH}/replay",
+    "replayLetters",
+    tag=_TAG,
+    right=Right.OPERATE,
+    body=ReplayMany,
+    body_example={"reason": "the mail server is back", "task": "send_mail", "dry_run": True},
+    answers={200: Answer("How many there are, or what became of each.", Outcome)},
+    errors=(Conflict, IntakeRefused),
+)
+async def replay_many(call: Call) -> Reply:
+    """Send every open letter of a filter back to work, as new jobs; by default only count them."""
+    wish: ReplayMany = call.body
+    letters, wanted = call.service.offices.letters, _filter(wish)
+    if not wish.dry_run:
+        count = await letters.count(
+            call.person, msgspec.structs.replace(wanted, statuses=frozenset({LetterStatus.OPEN}))
+        )
+        if count > _AT_ONCE:
+            raise Conflict(
+                f"{count:,} letters are too many for one request (the limit is {_AT_ONCE:,}); narrow the filter, or "
+                "use `holdfast dlq replay`"
+            )
+    report = await letters.replay_many(
+        call.person, wanted, reason=wish.reason, rate_per_s=wish.rate_per_s, dry_run=wish.dry_run
+    )
+    return Reply(outcome(report))
+
+
+@operation(
+    "GET",
+    _ONE,
+    "getLetter",
+    tag=_TAG,
+    answers={200: Answer("The letter with its full history.", LetterSheet)},
+    errors=(Unknown,),
+)
+async def show(call: Call) -> Reply:
+    """One dead letter with everything that is known of it."""
+    return Reply(_sheet(await call.service.offices.letters.show(call.person, call.path["dlq_id"])))
+
+
+@operation(
+    "POST",
+    f"{_ONE}/diff",
+    "diffLetter",
+    tag=_TAG,
+    body=Edited,
+    body_example={"payload": {"to": "ada@example.org"}},
+    answers={200: Answer("What an edited payload would change.", Difference)},
+    errors=(Unknown, PayloadMisfit),
+)
+async def diff(call: Call) -> Reply:
+    """What an edited payload changes."""
+    body: Edited = call.body
+    letters = call.service.offices.letters
+    try:
+        changes = await letters.diff(call.person, call.path["dlq_id"], bytes(body.payload))
+    except InvalidPayload as exc:
+        raise PayloadMisfit(str(exc)) from exc
+    return Reply(Difference(changes=[change.document for change in changes]))
+
+
+@operation(
+    "POST",
+    f"{_ONE}/replay",
+    "replayLetter",
+    tag=_TAG,
+    right=Right.OPERATE,
+    body=ReplayWish,
+    body_example={"reason": "the address was wrong", "payload": {"to": "ada@example.org"}},
+    answers={200: Answer("The new job.", Replayed, links={"job": ("getJob", {"job_id": "$response.body#/job_id"})})},
+    errors=(Unknown, Conflict, Denied, IntakeRefused, PayloadMisfit),
+)
+async def replay(call: Call) -> Reply:
+    """Send a dead letter back to work as a new job, with its payload as it was or as edited."""
+    wish: ReplayWish = call.body
+    payload = None if wish.payload is UNSET else bytes(wish.payload)
+    try:
+        done = await call.service.offices.letters.replay(
+            call.person, call.path["dlq_id"], reason=wish.reason, payload=payload
+        )
+    except InvalidPayload as exc:
+        raise PayloadMisfit(str(exc)) from exc
+    except UsageError as exc:
+        # A message that named no task, say.
+        raise Conflict(str(exc)) from exc
+    return Reply(done)
+
+
+def _deed(verb: str, operation_id: str, body: type[msgspec.Struct] | None) -> Decorator:
+    return operation(
+        "POST",
+        f"{_ONE}/{verb}",
+        operation_id,
+        tag=_TAG,
+        right=Right.OPERATE,
+        query=NoQuery if body is None else None,
+        body=body,
+        body_example=None if body is None else {"reason": "it was a test"},
+        answers={200: Answer("The letter as it is now.", LetterSheet)},
+        errors=(Unknown, Conflict),
+    )
+
+
+@_deed("discard", "discardLetter", Wish)
+async def discard(call: Call) -> Reply | None:
+    """Ask for a letter to be thrown away; somebody else has to confirm."""
+    await call.service.offices.letters.discard(call.person, call.path["dlq_id"], call.body.reason)
+    return await show(call)
+
+
+@_deed("confirm", "confirmDiscard", None)
+async def confirm(call: Call) -> Reply | None:
+    """Throw a letter away, as another person has asked for."""
+    await call.service.offices.letters.confirm(call.person, call.path["dlq_id"])
+    return await show(call)
+
+
+@_deed("keep", "keepLetter", Wish)
+async def keep(call: Call) -> Reply | None:
+    """Keep a letter after all."""
+    await call.service.offices.letters.keep(call.person, call.path["dlq_id"], call.body.reason)
+    return await show(call)
+
+
+def _filter(asked: LetterQuery | ReplayMany) -> LetterFilter:
+    tenants = None if asked.tenant_id is None else (asked.tenant_id,)
+    return LetterFilter(
+        tenants=tenants,
+        statuses=frozenset(asked.status) if isinstance(asked, LetterQuery) else frozenset(),
+        job_type=asked.task,
+        queues=frozenset(asked.queue),
+        error_code=asked.error_code,
+        fingerprint=asked.fingerprint,
+        text=asked.error,
+        since=asked.since if isinstance(asked, LetterQuery) else None,
+        until=asked.until if isinstance(asked, LetterQuery) else None,
+    )
+
+
+def _fields(row: LetterRow) -> dict[str, Any]:
+    return {
+        "dlq_id": row.dlq_id,
+        "job_id": row.job_id,
+        "task": row.job_type,
+        "queue": row.queue,
+        "tenant_id": row.tenant_id,
+        "trace_id": row.trace_id,
+        "payload": plain(row.payload.text.encode()),
+        "error_code": row.error_code,
+        "error": row.error,
+        "retry_count": row.retry_count,
+        "failed_at": row.failed_at,
+        "status": row.status,
+        "fingerprint": row.fingerprint,
+        "requested_by": row.requested_by,
+        "confirmed_by": row.confirmed_by,
+        "reason": row.reason,
+        "replayed_as": row.replayed_as,
+        "replay_count": row.replay_count,
+    }
+
+
+def _letter(row: LetterRow) -> Letter:
+    return Letter(**_fields(row))
+
+
+def _sheet(row: LetterDetail) -> LetterSheet:
+    events = [event_of_row(event) for event in row.events]
+    return LetterSheet(**_fields(row), stack=row.stack, history=plain(row.history.text.encode()), events=events)

@@ -1,0 +1,160 @@
+"""Health, readiness, metrics, the OpenAPI document, the dev link."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.core.person import Right
+from holdfast.errors import EngineUnavailable, LedgerUnavailable, Unauthorized, Unknown
+from holdfast.http.asgi import Reply
+from holdfast.http.gate import DevGate
+from holdfast.http.operation import Answer, Call, operation
+from holdfast.http.wire import Request
+from holdfast.observe.metrics import exposition
+
+_TAG: Final = "system"
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The process answers."""
+
+    status: str
+
+
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether this process can do its work: `ok`, `down`, `behind` or `none`."""
+
+    ready: bool
+    engine: str
+    #: A ledger that is down stops neither submission nor work.
+    ledger: str
+    #: The worker in this process.
+    worker: str
+
+
+class DevQuery(Request, frozen=True, kw_only=True):
+    """The one-time key of the dev link."""
+
+    key: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+@operation(
+    "GET",
+    "/healthz",
+    "health",
+    tag=_TAG,
+    right=None,
+    answers={200: Answer("It lives.", Health, example={"status": "ok"})},
+)
+async def health(call: Call) -> Reply:
+    """Whether the process answers."""
+    return Reply(Health(status="ok"))
+
+
+@operation(
+    "GET",
+    "/readyz",
+    "readiness",
+    tag=_TAG,
+    right=None,
+    answers={
+        200: Answer("It is ready.", Readiness),
+        503: Answer("It is not; what is missing is named.", Readiness, {"Retry-After": "Seconds."}),
+    },
+)
+async def readiness(call: Call) -> Reply:
+    """Whether this process can do its work: engine, ledger, and the worker if it has one.
+
+    A ledger that is down is told, and is no reason to send nobody here: jobs are accepted and run all the same.
+    """
+    service = call.service
+    engine = await _engine(call)
+    worker = "none" if service.worker is None else ("ok" if service.worker.ready else "down")
+    found = Readiness(
+        ready=engine == "ok" and worker != "down",
+        engine=engine,
+        ledger=await _ledger(call) if engine == "ok" else "down",
+        worker=worker,
+    )
+    return Reply(found) if found.ready else Reply(found, 503, [(b"retry-after", b"1")])
+
+
+@operation(
+    "GET",
+    "/metrics",
+    "metrics",
+    tag=_TAG,
+    right=None,
+    answers={200: Answer("Metrics in Prometheus' format.", content_type="text/plain")},
+    errors=(Unauthorized,),
+)
+async def metrics(call: Call) -> Reply:
+    """Metrics, for a token that is of every tenant unless the service is set up to show them to everybody."""
+    service = call.service
+    if not service.metrics_open:
+        person = await service.gate.person(call.scope)
+        person.check(Right.READ)
+        person.check_all_tenants("the list of metrics")
+    service.check_open()
+    body, content_type = await exposition(service.app)
+    return Reply(body, content_type=content_type)
+
+
+@operation(
+    "GET",
+    "/openapi.json",
+    "openapi",
+    tag=_TAG,
+    right=None,
+    answers={200: Answer("This document.", dict[str, Any])},
+)
+async def openapi(call: Call) -> Reply:
+    """The OpenAPI document; with the tasks and their arguments for whoever has a token."""
+    try:
+        await call.service.gate.person(call.scope)
+    except (Unauthorized, EngineUnavailable, LedgerUnavailable):
+        return Reply(call.service.document(with_tasks=False))
+    return Reply(call.service.document(with_tasks=True))
+
+
+@operation(
+    "GET",
+    "/dev",
+    "devLink",
+    tag=_TAG,
+    right=None,
+    query=DevQuery,
+    answers={303: Answer("Come in.", headers={"Location": "The document.", "Set-Cookie": "Who you are."})},
+    errors=(Unknown,),
+)
+async def dev_link(call: Call) -> Reply:
+    """The link that `holdfast serve --dev` prints: lets one browser in, once."""
+    gate, query = call.service.gate, call.query
+    if not isinstance(gate, DevGate):
+        raise Unknown("dev link", "here")
+    cookie = gate.exchange(query.key)
+    location = f"{call.scope.get('root_path', '')}/openapi.json"
+    return Reply(b"", 303, [(b"location", location.encode()), (b"set-cookie", cookie.encode())])
+
+
+async def _engine(call: Call) -> str:
+    try:
+        await call.service.offices.engine.now_ms()
+        await call.service.offices.engine.queues()
+    except EngineUnavailable:
+        return "down"
+    return "ok"
+
+
+async def _ledger(call: Call) -> str:
+    ledger = call.service.offices.ledger
+    if ledger is None:
+        return "none"
+    try:
+        await ledger.queries.tenants()
+    except LedgerUnavailable:
+        return "down"
+    return "ok"

@@ -1,0 +1,95 @@
+"""The API behind uvicorn, as `holdfast serve` runs it: no access log, no signal handlers of its own, and connections
+that can be cut off when a client does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from holdfast.http.service import Service
+from holdfast.http.streams import ABORT
+
+#: How long requests that are on their way may take at the end.
+_GRACE_S: Final = 10
+_BACKLOG: Final = 2_048
+
+
+class _Protocol(HttpToolsProtocol):
+    """Lets a handler end its connection, whatever still waits to be sent on it."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self._abort}  # type: ignore[dict-item]
+
+    def _abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class HttpServer(uvicorn.Server):
+    """One API on one socket, until `stop`."""
+
+    def __init__(self, api: FastAPI, sock: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                api,
+                http=_Protocol,
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                date_header=False,
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
+        )
+        self._api = api
+        self._socket = sock
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def run_until_stopped(self) -> None:
+        """Serve; returns when everything has been answered, or after the grace time."""
+        await self.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Take no new requests, finish. A second call does not wait."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        # Streams have no end of their own.
+        service: Service | None = getattr(self._api.state, "service", None)
+        if service is not None:
+            self._ending = asyncio.get_running_loop().create_task(service.end_streams())
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the caller's."""
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free one. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named, or asyncio would not know that this is TCP and leave small packets waiting for each other.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        # From now on: whoever comes before the service is ready waits in line.
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,163 @@
+"""What all requests share: the app, its offices, the gate, the hub of event streams, and, by a setting, a worker.
+
+`running` is the service's life. An engine that does not answer yet is no reason not to start: requests get a 503 and
+`/readyz` says so until it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import cached_property
+from typing import Any, Final
+
+from holdfast.app import Holdfast
+from holdfast.core.backoff import Backoff
+from holdfast.core.job import DEFAULT_QUEUE
+from holdfast.core.person import Person
+from holdfast.errors import EngineUnavailable, NoLedger
+from holdfast.http.gate import DevGate, Gate
+from holdfast.http.hub import Hub
+from holdfast.http.openapi import document
+from holdfast.http.operation import OPERATIONS
+from holdfast.http.running import Bench
+from holdfast.ledger.queries import Queries
+from holdfast.offices import Offices
+from holdfast.upkeep.upkeep import Upkeep
+from holdfast.worker.postman import delivering
+from holdfast.worker.worker import Worker
+
+_log: Final = logging.getLogger("holdfast.http")
+
+
+class Service:
+    """One HTTP service on one app. Belongs to the event loop that `running` is entered on."""
+
+    def __init__(
+        self,
+        app: Holdfast,
+        *,
+        dev: bool = False,
+        worker: bool = False,
+        upkeep: bool = False,
+        run_endpoint: bool | None = None,
+    ) -> None:
+        settings = app.settings
+        self.app = app
+        self.body_limit = settings.http_body_limit
+        self.run_endpoint = settings.run_endpoint if run_endpoint is None else run_endpoint
+        self.metrics_open = settings.metrics_open or dev
+        self.gate: Gate = (DevGate if dev else Gate)(self)
+        self.worker = Worker(app, queues=queues_of(app), upkeep=upkeep) if worker else None
+        self._with_upkeep = upkeep and not worker
+        self._offices: Offices | None = None
+        self._opened = asyncio.Event()
+        self._hub: Hub | None = None
+        self._documents: dict[bool, dict[str, Any]] = {}
+
+    # What handlers ask for ---------------------------------------------------------------------------
+
+    @property
+    def offices(self) -> Offices:
+        """Raises `EngineUnavailable` while the engine has not been reached yet."""
+        if self._offices is None:
+            raise EngineUnavailable("the service has not reached its engine yet")
+        return self._offices
+
+    @property
+    def queries(self) -> Queries:
+        """The ledger's answers. Raises `NoLedger`."""
+        ledger = self.offices.ledger
+        if ledger is None:
+            raise NoLedger("a list of jobs")
+        return ledger.queries
+
+    @property
+    def hub(self) -> Hub:
+        """Where event streams come from."""
+        if self._hub is None:
+            self._hub = Hub(self.offices.engine)
+        return self._hub
+
+    @cached_property
+    def bench(self) -> Bench:
+        """Where single jobs are run."""
+        return Bench(self.app)
+
+    def check_open(self) -> None:
+        """Raises `EngineUnavailable` while the engine has not been reached yet."""
+        assert self.offices is not None
+
+    def document(self, *, with_tasks: bool) -> dict[str, Any]:
+        """The OpenAPI document."""
+        if with_tasks not in self._documents:
+            self._documents[with_tasks] = document(OPERATIONS, self.app if with_tasks else None)
+        return self._documents[with_tasks]
+
+    async def end_streams(self) -> None:
+        """Streams have no end of their own: whoever stops the server ends them."""
+        if self._hub is not None:
+            await self._hub.close()
+
+    async def verify(self, text: str) -> Person:
+        """Whose token it is (see `people.tokens`)."""
+        return await self.offices.tokens.verify(text)
+
+    # Life ------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve while the block runs; what was started here is ended before it is left."""
+        opening = asyncio.create_task(self._open(), name="holdfast-http-opening")
+        await asyncio.wait({opening}, timeout=self.app.settings.connect_timeout_s)
+        helpers = [opening, *self._start()]
+        try:
+            yield
+        finally:
+            await self.end_streams()
+            await self._end(helpers)
+            self._offices = self._hub = None
+            await self.app.close()
+
+    async def _open(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                await self.app.open()
+            except EngineUnavailable as exc:
+                _log.error("the engine cannot be reached, requests get a 503 until it can: %s", exc)
+                await asyncio.sleep(backoff.next_s())
+            else:
+                self._offices = Offices.of(self.app)
+                self._opened.set()
+                return
+
+    def _start(self) -> list[asyncio.Task[object]]:
+        if self.worker is not None:
+            return [asyncio.create_task(self.worker.run(), name="holdfast-http-worker")]
+        if self._with_upkeep:
+            return [asyncio.create_task(self._keep(), name="holdfast-http-upkeep")]
+        return []
+
+    async def _keep(self) -> None:
+        await self._opened.wait()
+        app = self.app
+        async with delivering(app.engine, app.ledger_port, app.settings):
+            await Upkeep(app.engine, [], app.settings, app.ledger_port).run()
+
+    async def _end(self, helpers: list[asyncio.Task[object]]) -> None:
+        if self.worker is not None:
+            # Drained, not cancelled: what runs may finish within the grace time.
+            self.worker.drain()
+            with suppress(Exception):
+                await asyncio.wait_for(asyncio.shield(helpers[-1]), self.app.settings.drain_grace_s)
+        for task in helpers:
+            task.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+
+
+def queues_of(app: Holdfast) -> list[str]:
+    """The queues that the app's tasks name, and the default one."""
+    return sorted({DEFAULT_QUEUE} | {task.queue for task in app.tasks.values()})

@@ -1,0 +1,342 @@
+"""What goes over the wire, as msgspec structs: they check requests, encode answers, and are the document's schemas.
+
+Requests refuse fields that they do not know. Instants are RFC 3339 in UTC.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from holdfast.core.job import Event, Failure, JobView, Priority
+from holdfast.core.states import State
+from holdfast.ledger.records import EventRow, JobRow
+
+#: Queues, tenants, tasks: printable ASCII without blanks and braces.
+NAME_PATTERN: Final = r"^[!-z|~]{1,200}$"
+KEY_PATTERN: Final = r"^[!-~]{1,255}$"
+#: Job ids and others: anything that fits into a path.
+ID_PATTERN: Final = r"^[!-~]{1,200}$"
+LAST_EVENT_PATTERN: Final = r"^[!-~]{0,8000}$"
+
+Name = Annotated[str, Meta(pattern=NAME_PATTERN, examples=["default"])]
+Key = Annotated[str, Meta(pattern=KEY_PATTERN, examples=["order-17"])]
+Reason = Annotated[str, Meta(min_length=1, max_length=2_000, examples=["the customer called"])]
+Limit = Annotated[int, Meta(ge=1, le=1_000)]
+Cursor = Annotated[str, Meta(min_length=1, max_length=2_000, description="As the page before gave it.")]
+Text = Annotated[str, Meta(min_length=1, max_length=1_000)]
+WebhookUrl = Annotated[
+    str,
+    Meta(
+        pattern=r"^https?://[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?(/[!-~]{0,1000})?$", examples=["https://example.org/hook"]
+    ),
+]
+PriorityName = Literal["high", "normal", "low"]
+#: Kept as it came, byte for byte.
+Arguments = Annotated[
+    Raw, Meta(description="The task's arguments by name.", extra_json_schema={"type": "object", "examples": [{"a": 1}]})
+]
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_PRIORITIES: Final[dict[int, PriorityName]] = {Priority.HIGH: "high", Priority.NORMAL: "normal", Priority.LOW: "low"}
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that callers send."""
+
+
+class NoQuery(Request, frozen=True, kw_only=True):
+    """No parameters."""
+
+
+class Wish(Request, frozen=True, kw_only=True):
+    """Why an operator does something."""
+
+    reason: Reason
+
+
+class QueueQuery(Request, frozen=True, kw_only=True):
+    """Which of several jobs of one id."""
+
+    queue: Annotated[str | None, Meta(description="The job's queue, where several share the id.")] = None
+
+
+# Jobs --------------------------------------------------------------------------------------------------
+
+
+class Submission(Request, frozen=True, kw_only=True):
+    """One job to be made."""
+
+    task: Name
+    payload: Arguments | UnsetType = UNSET
+    queue: Name | UnsetType = UNSET
+    tenant_id: Annotated[Name, Meta(description="Default: the token's only tenant.")] | UnsetType = UNSET
+    priority: PriorityName | UnsetType = UNSET
+    #: At the earliest so long from now …
+    delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] | UnsetType = UNSET
+    #: … or then. The later of the two counts if both are given.
+    run_at: Annotated[datetime, Meta(tz=True)] | UnsetType = UNSET
+    trace_id: Key | UnsetType = UNSET
+    context: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
+    durable: Annotated[bool, Meta(description="Answer only once the ledger has the job.")] = False
+    webhook_url: WebhookUrl | UnsetType = UNSET
+
+
+class BulkItem(Submission, frozen=True, kw_only=True):
+    """One job of many."""
+
+    idempotency_key: Key | UnsetType = UNSET
+
+
+class BulkSubmission(Request, frozen=True, kw_only=True):
+    """Many jobs to be made."""
+
+    jobs: Annotated[list[BulkItem], Meta(min_length=1, max_length=1_000)]
+
+
+class SubmitQuery(Request, frozen=True, kw_only=True):
+    """Whether to wait."""
+
+    wait: Annotated[float, Meta(ge=0, le=60, description="Wait up to so many seconds for the job's end.")] = 0
+
+
+class JobError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a job did not succeed, or not yet."""
+
+    code: str
+    message: str
+    type: str = ""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A job at one moment."""
+
+    job_id: str
+    task: str
+    queue: str
+    tenant_id: str
+    state: State
+    attempt: int
+    retry_count: int
+    priority: PriorityName
+    idempotency_key: str
+    trace_id: str
+    created_at: datetime
+    run_at: datetime | None = None
+    next_attempt_at: datetime | None = None
+    finished_at: datetime | None = None
+    worker: str = ""
+    error: JobError | None = None
+    dlq_id: str | None = None
+
+
+class JobDetail(Job, frozen=True, kw_only=True):
+    """A job with what it carries."""
+
+    payload: Any
+    context: Any = None
+    result: Any = None
+    submitted_by: str = ""
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """A submission that is safe."""
+
+    job_id: str
+    queue: str
+    #: The idempotency key was known: this is the job that was there first.
+    duplicate: bool
+    #: The job's path.
+    location: str
+
+
+class BulkError(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    detail: str
+    status: int
+
+
+class BulkResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one of many: a job, or an error."""
+
+    job_id: str | None = None
+    queue: str | None = None
+    duplicate: bool = False
+    error: BulkError | None = None
+
+
+class BulkAccepted(msgspec.Struct, frozen=True, kw_only=True):
+    """In the order of the request."""
+
+    accepted: int
+    refused: int
+    results: list[BulkResult]
+
+
+class PageQuery(Request, frozen=True, kw_only=True):
+    """A page of a list."""
+
+    limit: Limit = 50
+    cursor: Cursor | None = None
+
+
+class JobQuery(PageQuery, frozen=True, kw_only=True):
+    """Which jobs. Everything given must hold."""
+
+    state: tuple[State, ...] = ()
+    queue: tuple[Name, ...] = ()
+    task: Name | None = None
+    tenant_id: Name | None = None
+    since: Annotated[datetime, Meta(tz=True, description="Created then or later.")] | None = None
+    until: Annotated[datetime, Meta(tz=True, description="Created before.")] | None = None
+    error: Annotated[Text, Meta(description="Text in the last error, in any case.")] | None = None
+    trace_id: Text | None = None
+    idempotency_key: Text | None = None
+
+
+class JobPage(msgspec.Struct, frozen=True, kw_only=True):
+    """While there is a cursor there may be more."""
+
+    jobs: list[Job]
+    cursor: str | None
+
+
+class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a job's story."""
+
+    type: str
+    job_id: str
+    queue: str
+    tenant_id: str
+    at: datetime
+    seq: int | None = None
+    from_state: State | None = None
+    to_state: State | None = None
+    attempt: int = 0
+    retry_count: int = 0
+    worker: str = ""
+    message: str = ""
+    data: Any = None
+
+
+class JobEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's story so far."""
+
+    events: list[JobEvent]
+
+
+# Translations ------------------------------------------------------------------------------------------
+
+
+def instant(ms: int) -> datetime | None:
+    """An engine's instant; 0 is none."""
+    return _EPOCH + timedelta(milliseconds=ms) if ms else None
+
+
+def plain(encoded: bytes | None) -> Any:
+    """JSON as it is; what is none (other programs write to queues, too) as text."""
+    if encoded is None:
+        return None
+    try:
+        msgspec.json.decode(encoded)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return encoded.decode(errors="replace")
+    return Raw(encoded)
+
+
+def job_of_view(view: JobView) -> JobDetail:
+    """A job as the engine has it."""
+    meta = view.meta
+    return JobDetail(
+        job_id=view.job_id,
+        task=view.task,
+        queue=view.queue,
+        tenant_id=view.tenant_id,
+        state=view.state,
+        attempt=view.attempt,
+        retry_count=meta.retry_count,
+        priority=_PRIORITIES[meta.priority],
+        idempotency_key=view.idempotency_key,
+        trace_id=view.trace_id,
+        created_at=instant(view.created_at_ms) or _EPOCH,
+        run_at=instant(meta.run_at_ms),
+        next_attempt_at=instant(view.next_attempt_at_ms),
+        finished_at=instant(view.finished_at_ms),
+        worker=view.worker,
+        error=_error(view.failure),
+        dlq_id=meta.dlq_id or None,
+        payload=plain(view.payload),
+        context=meta.context,
+        result=plain(view.result),
+        submitted_by=meta.submitted_by,
+    )
+
+
+def job_of_row(row: JobRow) -> Job:
+    """A job as the ledger's lists have it."""
+    error = None
+    if row.error_code is not None:
+        error = JobError(code=row.error_code, message=row.last_error or "")
+    return Job(
+        job_id=row.job_id,
+        task=row.job_type,
+        queue=row.queue,
+        tenant_id=row.tenant_id,
+        state=row.state,
+        attempt=row.attempt,
+        retry_count=row.retry_count,
+        priority=_PRIORITIES.get(row.priority, "normal"),
+        idempotency_key=row.idempotency_key,
+        trace_id=row.trace_id,
+        created_at=row.created_at,
+        run_at=row.run_at,
+        next_attempt_at=row.next_retry_at,
+        finished_at=row.finished_at,
+        worker=row.worker or "",
+        error=error,
+        dlq_id=row.dlq_id,
+    )
+
+
+def event_of_row(row: EventRow) -> JobEvent:
+    """A line of the story as the ledger has it."""
+    return JobEvent(
+        type=row.type,
+        job_id=row.job_id,
+        queue=row.queue,
+        tenant_id=row.tenant_id,
+        at=row.at,
+        seq=row.seq,
+        from_state=row.from_state,
+        to_state=row.to_state,
+        attempt=row.attempt,
+        retry_count=row.retry_count,
+        worker=row.worker or "",
+        message=row.message or "",
+        data=None if row.data is None else row.data.value,
+    )
+
+
+def event_of_feed(queue: str, event: Event) -> JobEvent:
+    """The same as the engine's feed tells it."""
+    return JobEvent(
+        type=event.type,
+        job_id=event.job_id,
+        queue=queue,
+        tenant_id=event.tenant_id,
+        at=_EPOCH + timedelta(milliseconds=event.at_ms),
+        from_state=event.from_state,
+        to_state=event.to_state,
+        attempt=event.attempt,
+        retry_count=event.retry_count,
+        worker=event.worker,
+        message=event.message,
+        data=event.data,
+    )
+
+
+def _error(failure: Failure | None) -> JobError | None:
+    return None if failure is None else JobError(code=failure.code, message=failure.message, type=failure.type)

@@ -1,0 +1,179 @@
+"""Secrets are blotted out before a text leaves the process: in logs, in failures (and so in events and dead letters),
+in HTTP errors (requirements M3, T7).
+
+What is found: passwords in URLs, values of names like `password`, `token` or `api_key` in every common notation,
+`Authorization` headers, bearer tokens, holdfast's own tokens, AWS keys, JSON web tokens, private keys, and what the
+setting `redact` adds. A secret that nothing in the text gives away cannot be found: do not put one into an exception.
+
+Time is linear in the text for all practical texts, and `bounded` cuts the others first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+BLOT: Final = "***"
+
+#: A name ends here, or goes on after `_` or `-`: `secret_access_key` is one, `max_tokens` is none.
+_NAMES: Final = (
+    "password",
+    "passwd",
+    "passphrase",
+    "pwd",
+    "secret",
+    "token",
+    "api[_-]?key",
+    "access[_-]?key",
+    "private[_-]?key",
+    "credentials?",
+    "cookie",
+    "signature",
+)
+#: A text that has none of these is not searched for `_NAMES`: looking for plain words is a hundred times as quick.
+_STEMS: Final = (
+    *("passw", "passphrase", "pwd", "secret", "token", "credential", "cookie", "signature"),
+    *(f"{kind}{joint}key" for kind in ("api", "access", "private") for joint in ("", "_", "-")),
+)
+_AWS_STEMS: Final = ("AKIA", "ASIA", "AGPA", "AIDA", "AROA", "ANPA", "ANVA")
+#: Texts are cut to so many times what is kept of them before they are looked at.
+_SLACK: Final = 4
+#: How deep values are looked into.
+_DEPTH: Final = 20
+
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+
+_PRIVATE_KEY: Final = re.compile(
+    r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----|\Z)", re.DOTALL
+)
+#: A text that was cut in the middle of a key.
+_REST_OF_KEY: Final = re.compile(r"\A.*-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----", re.DOTALL)
+# Greedy up to the last "@" of the word: a password may itself hold a "@", ":" or "/".
+_CREDENTIALS: Final = re.compile(r"(?P<user>://[^\s:@/]{0,200}):\S{1,4000}@")
+#: To the end of the line: a digest has many parts.
+_AUTHORIZATION: Final = re.compile(r"(?P<name>authorization\\?[\"']?\s{0,3}[:=,]\s{0,3})[^\r\n]+", re.IGNORECASE)
+_BEARER: Final = re.compile(r"\b(?P<name>bearer|basic)\s{1,3}(?=[^\s]*[\d=._-])[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
+_OWN_TOKEN: Final = re.compile(r"\b(?P<name>hf_[0-9A-Za-z]{1,64}_)[0-9A-Za-z_-]{4,}")
+_AWS_KEY: Final = re.compile(rf"\b(?:{'|'.join(_AWS_STEMS)})[0-9A-Z]{{16}}\b")
+_JWT: Final = re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?")
+
+
+def _named_values(names: Iterable[str]) -> re.Pattern[str]:
+    """`name=value`, `name: value`, `'name': 'value'`, the same inside of an escaped text, and `name", "value`."""
+    return re.compile(
+        rf"(?P<name>(?:{'|'.join(names)})(?:[_-][\w-]{{0,40}})?\\?[\"']?\]?\s{{0,3}}(?:=>|[:=])\s{{0,3}})"
+        # Quoted, with what it escapes; quoted inside of a quoted text; else up to the next blank or parameter.
+        r"(?:[bru]?\"(?:[^\"\\]|\\.)*\"?|[bru]?'(?:[^'\\]|\\.)*'?|\\\"(?:(?!\\\").)*(?:\\\")?|[^\s&]+)",
+        re.IGNORECASE,
+    )
+
+
+class _Rules:
+    """What is looked for in this process. Rules are added, never taken away."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+        self._names = list(_NAMES)
+        self.stems = list(_STEMS)
+        self.patterns: list[re.Pattern[str]] = []
+        self._compile()
+
+    def add(self, rules: Iterable[str]) -> None:
+        fresh = [rule for rule in rules if rule not in self._given]
+        for rule in fresh:
+            self._given.add(rule)
+            if _PLAIN_NAME.fullmatch(rule):
+                self._names.append(re.escape(rule))
+                self.stems.append(rule.lower())
+            else:
+                self.patterns.append(compiled(rule))
+        if fresh:
+            self._compile()
+
+    def _compile(self) -> None:
+        self.named = _named_values(self._names)
+        self.name = re.compile(rf"(?:{'|'.join([*self._names, 'authorization'])})(?:[_-][\w-]*)?$", re.IGNORECASE)
+
+
+def compiled(rule: str) -> re.Pattern[str]:
+    """A rule of the setting `redact` that is no plain name. Raises `ValueError` for what is no regular expression."""
+    try:
+        return re.compile(rule)
+    except re.error as exc:
+        raise ValueError(f"{rule!r} is neither a name nor a regular expression: {exc}") from exc
+
+
+_rules: Final = _Rules()
+
+
+def redact_also(rules: Iterable[str]) -> None:
+    """Look for these, too, in this process: names of secret values, or regular expressions."""
+    _rules.add(rules)
+
+
+def redact(text: str) -> str:
+    """The text with its secrets blotted out.
+
+    >>> redact("redis://app:s3cret@cache:6379/0 with password=s3cret")
+    'redis://app:***@cache:6379/0 with password=***'
+    """
+    if "PRIVATE KEY-----" in text:
+        text = _REST_OF_KEY.sub(BLOT, _PRIVATE_KEY.sub(BLOT, text))
+    if "://" in text:
+        text = _CREDENTIALS.sub(rf"\g<user>:{BLOT}@", text)
+    lower = text.lower()
+    if "authorization" in lower:
+        text = _AUTHORIZATION.sub(rf"\g<name>{BLOT}", text)
+    if any(stem in lower for stem in _rules.stems):
+        text = _rules.named.sub(rf"\g<name>{BLOT}", text)
+    if "bearer" in lower or "basic" in lower:
+        text = _BEARER.sub(rf"\g<name> {BLOT}", text)
+    if "hf_" in text:
+        text = _OWN_TOKEN.sub(rf"\g<name>{BLOT}", text)
+    if any(stem in text for stem in _AWS_STEMS):
+        text = _AWS_KEY.sub(BLOT, text)
+    if "eyJ" in text:
+        text = _JWT.sub(BLOT, text)
+    for pattern in _rules.patterns:
+        text = pattern.sub(BLOT, text)
+    return text
+
+
+def bounded(text: str, limit: int, *, end: bool = False) -> str:
+    """The text's beginning, or its `end`, without secrets. However long it is, only a part of it is looked at.
+
+    Where it had to be cut, the word at the cut is left out: half of a secret may not be known for one.
+    """
+    if len(text) > _SLACK * limit:
+        whole = text
+        if end:
+            _, blank, text = text[-_SLACK * limit :].partition(" ")
+        else:
+            text, blank, _ = text[: _SLACK * limit].rpartition(" ")
+        if not blank:
+            text = whole[-_SLACK * limit :] if end else whole[: _SLACK * limit]
+    text = redact(text)
+    return text[-limit:] if end else text[:limit]
+
+
+def redacted(value: Any, depth: int = _DEPTH) -> Any:
+    """A JSON-like value with the secrets in its texts, and under telling names, blotted out."""
+    if isinstance(value, str):
+        return redact(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if depth == 0:
+        return BLOT
+    if isinstance(value, Mapping):
+        return {
+            redact(str(key)): BLOT if _is_secret(str(key), inner) else redacted(inner, depth - 1)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [redacted(inner, depth - 1) for inner in value]
+    return redact(str(value))
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    return value is not None and value != "" and _rules.name.search(name) is not None

@@ -1,0 +1,11 @@
+"""Webhooks (requirement H7): who is told of what, how a delivery is signed and sent, and how a receiver verifies it.
+
+from holdfast.webhooks import verify
+
+message = verify(request.headers, await request.body(), secret)   # raises SignatureInvalid
+"""
+
+from holdfast.errors import SignatureInvalid
+from holdfast.webhooks.signature import MemorySeen, Message, Seen, sign, verify
+
+__all__ = ["MemorySeen", "Message", "Seen", "SignatureInvalid", "sign", "verify"]

@@ -1,0 +1,143 @@
+"""Signatures by the Standard Webhooks convention, for both ends: holdfast signs, receivers verify.
+
+Signed is `<webhook-id>.<webhook-timestamp>.<body>` with HMAC-SHA256; the header `webhook-signature` holds
+`v1,<base64>`, one for each secret while one is being replaced. The timestamp is that of the attempt: a delivery that is
+tried again has the same id and a new signature.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from holdfast.core.webhook import parse_secrets
+from holdfast.errors import SignatureInvalid
+
+TOLERANCE: Final = timedelta(minutes=5)
+
+_ID, _TIMESTAMP, _SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
+#: More signatures than any rotation needs: nobody makes us compare for long.
+_MAX_SIGNATURES: Final = 16
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """What a delivery says."""
+
+    #: The same for every attempt to deliver it: what has been handled under this id need not be handled again.
+    id: str
+    #: `job.succeeded`, `approval.requested`, `alert.…`
+    type: str
+    #: When it happened.
+    timestamp: datetime
+    data: dict[str, Any]
+
+
+class Seen(Protocol):
+    """Remembers deliveries, so that a recorded one cannot be played again: a table, a Redis key with an expiry."""
+
+    def add(self, delivery: str, until: datetime) -> bool:
+        """Whether it is new; in one step, if several may ask at once. May be forgotten after `until`."""
+        ...
+
+
+class MemorySeen(Seen):
+    """For a receiver of one process."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, datetime] = {}
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def add(self, delivery: str, until: datetime) -> bool:
+        now = datetime.now(UTC)
+        # In the order in which they came, which is nearly that of their ends.
+        while self._until and next(iter(self._until.values())) < now:
+            del self._until[next(iter(self._until))]
+        if delivery in self._until:
+            return False
+        self._until[delivery] = until
+        return True
+
+
+def sign(secrets: Sequence[bytes], webhook_id: str, timestamp_s: int, body: bytes) -> dict[str, str]:
+    """The three headers of a delivery."""
+    signed = _signed(webhook_id, str(timestamp_s), body)
+    return {
+        _ID: webhook_id,
+        _TIMESTAMP: str(timestamp_s),
+        _SIGNATURE: " ".join(f"v1,{base64.b64encode(_digest(secret, signed)).decode()}" for secret in secrets),
+    }
+
+
+def verify(
+    headers: Mapping[str, str],
+    body: bytes | str,
+    secret: str,
+    *,
+    tolerance: timedelta = TOLERANCE,
+    seen: Seen | None = None,
+    now: datetime | None = None,
+) -> Message:
+    """The message of a delivery, if it is holdfast's own and fresh; `SignatureInvalid` if not. For receivers.
+
+    `body` is the request's body, byte for byte as it came. `secret` is `whsec_…`, several with blanks between them.
+    Deliveries whose timestamp is further away than `tolerance` are refused; with `seen` also one that was seen before.
+    """
+    found = {name.lower(): value for name, value in headers.items() if name.lower().startswith("webhook-")}
+    missing = [name for name in (_ID, _TIMESTAMP, _SIGNATURE) if not found.get(name)]
+    if missing:
+        raise SignatureInvalid(f"the request has no {missing[0]} header")
+    sent_at = _sent_at(found[_TIMESTAMP])
+    now = now or datetime.fromtimestamp(time.time(), UTC)
+    content = body.encode() if isinstance(body, str) else body
+    if not _matches(secret, found, content):
+        raise SignatureInvalid("the signature does not fit the request")
+    if abs(now - sent_at) > tolerance:
+        raise SignatureInvalid("the request was signed too long ago, or by a clock that is wrong")
+    if seen is not None and not seen.add(f"{found[_ID]}.{found[_TIMESTAMP]}", sent_at + 2 * tolerance):
+        raise SignatureInvalid("the request has been seen before")
+    try:
+        read = msgspec.json.decode(content, type=_Body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise SignatureInvalid("the signature is right, but the body is none of holdfast's") from exc
+    return Message(id=found[_ID], type=read.type, timestamp=read.timestamp, data=read.data)
+
+
+class _Body(msgspec.Struct, frozen=True):
+    type: str
+    timestamp: datetime
+    data: dict[str, Any]
+
+
+def _matches(secret: str, found: Mapping[str, str], body: bytes) -> bool:
+    signed = _signed(found[_ID], found[_TIMESTAMP], body)
+    wanted = [base64.b64encode(_digest(key, signed)) for key in parse_secrets(secret)]
+    given = [
+        text.removeprefix("v1,").encode("utf-8", "replace")
+        for text in found[_SIGNATURE].split(" ")[:_MAX_SIGNATURES]
+        if text.startswith("v1,")
+    ]
+    # Every one is compared, so that the time tells nothing.
+    results = [hmac.compare_digest(one, other) for one in wanted for other in given]
+    return any(results)
+
+
+def _sent_at(text: str) -> datetime:
+    if not (text.isascii() and text.isdigit() and len(text) <= 11):
+        raise SignatureInvalid("the webhook-timestamp header is no number of seconds")
+    return datetime.fromtimestamp(int(text), UTC)
+
+
+def _signed(webhook_id: str, timestamp: str, body: bytes) -> bytes:
+    return f"{webhook_id}.{timestamp}.".encode("utf-8", "surrogateescape") + body
+
+
+def _digest(secret: bytes, signed: bytes) -> bytes:
+    return hmac.digest(secret, signed, "sha256")

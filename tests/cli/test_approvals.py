@@ -1,0 +1,147 @@
+"""`holdfast approvals`: a person at a terminal decides, and only one whom a token names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from holdfast import Holdfast
+from holdfast.cli.program import app as program
+from holdfast.core.person import ALL_TENANTS, Person, Role
+from holdfast.offices import Offices
+from holdfast.testing import drain
+
+ROOT = Person(name="root", role=Role.ADMIN, tenants=frozenset({ALL_TENANTS}))
+
+
+class Terminal:
+    """The program in this process: each call takes a second less."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def run(self, *words: str, code: int | None = 0, token: str = "") -> Result:
+        """Run to the end; the exit code must be as told."""
+        done = CliRunner().invoke(program, words, env={"HOLDFAST_URL": self._url, "HOLDFAST_TOKEN": token})
+        if code is not None:
+            assert done.exit_code == code, done.output
+        return done
+
+    def json(self, *words: str, token: str = "") -> Any:
+        """The one JSON document on stdout."""
+        return json.loads(self.run(*words, "--json", token=token).stdout)
+
+
+class Desk:
+    """An app in this process, a terminal on its database, and tokens for its people."""
+
+    def __init__(self, url: str) -> None:
+        self.shell = Terminal(url)
+        self.app = Holdfast(url)
+
+        @self.app.task
+        async def pay(amount: int) -> str:
+            return f"paid {amount}"
+
+        self.pay = pay
+
+    def tokens(self, **people: Role) -> dict[str, str]:
+        async def make() -> dict[str, str]:
+            async with self.app:
+                office = Offices.of(self.app).tokens
+                return {
+                    name: (await office.create(ROOT, name=name, role=role, tenants=[ALL_TENANTS], expires_in=None))[1]
+                    for name, role in people.items()
+                }
+
+        return asyncio.run(make())
+
+    def hold(self, amount: int) -> str:
+        async def submit() -> str:
+            async with self.app:
+                return (await self.pay.options(hold=True).submit(amount)).id
+
+        return asyncio.run(submit())
+
+    def work(self) -> None:
+        async def work() -> None:
+            async with self.app:
+                await drain(self.app)
+
+        asyncio.run(work())
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(f"sqlite:///{tmp_path / 'holdfast.db'}")
+
+
+def only(shell: Terminal, *words: str) -> dict[str, Any]:
+    found: list[dict[str, Any]] = shell.json("approvals", "list", *words)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_a_person_approves_what_is_shown(desk: Desk) -> None:
+    shell, tokens = desk.shell, desk.tokens(ann=Role.APPROVER)
+    job_id = desk.hold(101)
+    asked = only(shell)
+    assert (asked["job_id"], asked["status"], asked["task"]) == (job_id, "requested", "pay")
+    approval_id = asked["approval_id"]
+    assert approval_id in shell.run("approvals", "list").stdout
+
+    shown = shell.json("approvals", "show", approval_id)
+    assert (shown["payload"], shown["state"]) == ({"amount": 101}, "waiting_approval")
+    assert [event["type"] for event in shown["events"]] == ["approval.requested"]
+    page = shell.run("approvals", "show", approval_id).stdout
+    assert '{"amount":101}' in page
+    assert "waits for approval" in page
+
+    said = shell.run("approvals", "approve", approval_id, "--reason", "fine", token=tokens["ann"]).stdout
+    assert said.split("\t")[1] == "approved"
+    desk.work()
+    assert shell.json("jobs", "show", job_id)["state"] == "succeeded"
+    shell.run("approvals", "list")
+    decided = only(shell, "--all")
+    assert (decided["status"], decided["decided_by"], decided["decision_reason"]) == ("approved", "ann", "fine")
+    page = shell.run("approvals", "show", approval_id).stdout
+    assert "ann" in page
+    assert "approved" in page
+
+
+def test_a_person_rejects(desk: Desk) -> None:
+    shell, tokens = desk.shell, desk.tokens(bob=Role.APPROVER)
+    job_id = desk.hold(101)
+    approval_id = only(shell)["approval_id"]
+    answer = shell.json("approvals", "reject", approval_id, "--reason", "no", token=tokens["bob"])
+    assert (answer["status"], answer["votes"][0]["person"]) == ("rejected", "bob")
+    assert shell.json("jobs", "show", job_id)["state"] == "cancelled"
+    assert only(shell, "--status", "rejected")["approval_id"] == approval_id
+
+
+def test_who_cannot_vote(desk: Desk) -> None:
+    shell, tokens = desk.shell, desk.tokens(dan=Role.OPERATOR, ann=Role.APPROVER)
+    desk.hold(101)
+    approval_id = only(shell)["approval_id"]
+    nobody = shell.run("approvals", "approve", approval_id, code=None)
+    assert nobody.exit_code != 0
+    assert "FORBIDDEN" in nobody.stderr
+    assert "HOLDFAST_TOKEN" in nobody.stderr
+    for token, word in ((tokens["dan"], "FORBIDDEN"), ("hf_x_y", "UNAUTHORIZED")):
+        refused = shell.run("approvals", "approve", approval_id, code=None, token=token)
+        assert refused.exit_code != 0
+        assert word in refused.stderr
+    missing = shell.run("approvals", "approve", "nothing", code=None, token=tokens["ann"])
+    assert "NOT_FOUND" in missing.stderr
+    assert only(shell)["votes"] == []
+
+
+def test_nothing_waits(desk: Desk) -> None:
+    desk.tokens()
+    assert "nothing waits" in desk.shell.run("approvals", "list").stderr
+    assert desk.shell.json("approvals", "list") == []

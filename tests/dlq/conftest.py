@@ -1,0 +1,4 @@
+"""The world of `tests.people`."""
+
+from tests.people.conftest import alone as alone
+from tests.people.conftest import world as world

@@ -1,0 +1,36 @@
+"""Tasks for child processes, and an app for processes of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast import Context, Deny, GuardRequest, Holdfast
+from holdfast.guard.decision import Decision
+
+app = Holdfast("sqlite://")
+
+
+def make(app: Holdfast) -> None:
+    app.task(process=True, name="in_child")(in_child)
+
+
+@app.task(process=True)
+def in_child(mark: str) -> int:
+    Path(mark).touch()
+    return os.getpid()
+
+
+@app.task(process=True)
+def asks_in_child(ctx: Context, what: str) -> str:
+    return ctx.blocking.approval("child", {"what": what}, deadline=3600).by[0]
+
+
+@app.task(process=True)
+async def awaits_in_child(ctx: Context, what: str) -> str:
+    return (await ctx.approval("child", {"what": what})).by[0]
+
+
+@app.guard
+def forbidden(request: GuardRequest) -> Decision | None:
+    return Deny("forbidden file") if "forbidden" in str(request.arguments) else None

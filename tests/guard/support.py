@@ -1,0 +1,81 @@
+"""What tests of people share: people, and their questions."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from typing import Any
+
+from redis.asyncio import Redis
+
+from holdfast import Holdfast, Job
+from holdfast.core.person import ALL_TENANTS, Person, Role
+from holdfast.ledger.people import ApprovalRow, ApprovalStatus
+from holdfast.offices import Offices
+from tests.worker.support import eventually
+
+EVERYTHING = frozenset({ALL_TENANTS})
+
+
+def person(name: str, role: Role = Role.APPROVER, *tenants: str, proven: bool = True) -> Person:
+    return Person(name=name, role=role, tenants=frozenset(tenants) or EVERYTHING, proven=proven)
+
+
+ANN, BOB, CYD = person("ann"), person("bob"), person("cyd")
+
+
+async def question(app: Holdfast, job: Job[Any], status: ApprovalStatus = ApprovalStatus.REQUESTED) -> ApprovalRow:
+    """The job's latest approval, once the ledger has it in that state."""
+    approvals = Offices.of(app).approvals
+
+    async def look() -> ApprovalRow | None:
+        rows = [row for row in (await approvals.list(ANN)).approvals if row.job_id == job.id]
+        return next((row for row in rows if row.status is status), None)
+
+    found: ApprovalRow = await eventually(look, f"an approval that is {status}")
+    return found
+
+
+async def vote(
+    app: Holdfast, voter: Person, approval_id: str, *, approve: bool = True, reason: str = ""
+) -> ApprovalRow:
+    return await Offices.of(app).approvals.vote(voter, approval_id, approve=approve, reason=reason)
+
+
+async def events(app: Holdfast, job: Job[Any], tenant_id: str = "default") -> list[str]:
+    """The types of a job's events, as the ledger has them now."""
+    from holdfast.ledger.keys import JobKey
+
+    await app.ledger.caught_up()
+    return [event.type for event in await app.ledger.queries.story(JobKey(tenant_id, job.queue, job.id))]
+
+
+async def change_in_store(app: Holdfast, job: Job[Any], before: str, after: str) -> None:
+    """Change a waiting job's payload behind holdfast's back; both texts have the same length."""
+    assert len(before) == len(after)
+    if app.settings.url.startswith("sqlite"):
+        with closing(sqlite3.connect(app.settings.url.removeprefix("sqlite:///"), timeout=20)) as connection:
+            changed = connection.execute(
+                "UPDATE jobs SET payload = replace(payload, ?, ?) WHERE job_id = ?", (before, after, job.id)
+            ).rowcount
+            connection.commit()
+    else:
+        changed = await _change_in_redis(app, job, before.encode(), after.encode())
+    assert changed == 1
+
+
+async def _change_in_redis(app: Holdfast, job: Job[Any], before: bytes, after: bytes) -> int:
+    client: Any = Redis.from_url(app.settings.url)
+    async with client as redis:
+        key = f"{app.settings.namespace}:job:{job.id}".encode()
+        kind = await redis.type(key)
+        if kind == b"string":
+            record = await redis.get(key)
+            await redis.set(key, record.replace(before, after), keepttl=True)
+            return int(before in record)
+        fields = await redis.hgetall(key)
+        for name, value in fields.items():
+            if before in value:
+                await redis.hset(key, name, value.replace(before, after))
+                return 1
+    return 0

@@ -1,0 +1,129 @@
+"""`holdfast serve`, dev mode, and the API inside the user's own application (requirements H4, H6)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from holdfast.core.person import Role
+from holdfast.http import mount
+from tests.cli.harness import SAMPLE_APP, Process, Shell, environment
+from tests.http.world import World, sample, serving
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    (tmp_path / "sample.py").write_text(SAMPLE_APP)
+    return Shell(tmp_path, environment(tmp_path))
+
+
+@contextmanager
+def _served(shell: Shell, *words: str) -> Iterator[tuple[Process, str]]:
+    with shell.start("serve", *words, "--port", "0") as process:
+        process.wait_log("serving ")
+        found = re.search(r"on (http://127\.0\.0\.1:\d+)", process.log.read_text())
+        assert found
+        yield process, found.group(1)
+
+
+def test_dev_needs_no_token_and_has_a_link_that_works_once(shell: Shell) -> None:
+    with (
+        _served(shell, "sample.py:app", "--dev") as (process, base),
+        httpx.Client(base_url=base, trust_env=False) as client,
+    ):
+        process.wait_log("/dev?key=")
+        _wait_ready(client)
+        job = client.post("/api/v1/jobs?wait=30", json={"task": "add", "payload": {"a": 1}})
+        assert (job.status_code, job.json()["result"]) == (200, 2)
+        # A page elsewhere, in a browser that did not come by the link.
+        strange = {"sec-fetch-site": "cross-site"}
+        assert client.get("/api/v1/jobs", headers=strange).status_code == 401
+        assert client.get("/api/v1/jobs", headers={"host": "evil.example"}).status_code == 401
+        found = re.search(r"/dev\?key=\S+", process.log.read_text())
+        assert found
+        first = client.get(found.group())
+        assert first.status_code == 303
+        assert "SameSite=Strict" in first.headers["set-cookie"]
+        assert client.get("/api/v1/jobs", headers=strange).status_code == 200
+        assert client.get(found.group()).status_code == 404
+        assert process.end() == 0
+
+
+def test_dev_listens_on_loopback_only(shell: Shell) -> None:
+    done = shell.run("serve", "sample.py:app", "--dev", "--host", "0.0.0.0", code=2)
+    assert "loopback" in done.stderr
+
+
+def test_without_a_token_it_says_how_to_make_one(shell: Shell) -> None:
+    done = shell.run("serve", "sample.py:app", "--host", "0.0.0.0", code=2)
+    assert "holdfast token create" in done.stderr
+
+
+def test_a_token_of_the_command_line_lets_in(shell: Shell) -> None:
+    made = shell.json("token", "create", "ada", "--role", "operator", "--all-tenants")
+    with _served(shell, "--no-upkeep") as (process, base), httpx.Client(base_url=base, trust_env=False) as client:
+        assert client.get("/api/v1/jobs").status_code == 401
+        client.headers["authorization"] = f"Bearer {made['token']}"
+        assert client.get("/api/v1/jobs").status_code == 200
+        # Without an app jobs are passed on; the worker judges.
+        assert client.post("/api/v1/jobs", json={"task": "whatever"}).status_code == 202
+        assert client.get("/readyz").json()["worker"] == "none"
+        assert process.end() == 0
+
+
+def test_a_worker_needs_the_app(shell: Shell) -> None:
+    assert "name the app" in shell.run("serve", "--dev", "--worker", code=2).stderr
+
+
+def _wait_ready(client: httpx.Client) -> None:
+    from tests.cli.harness import eventually
+
+    eventually(lambda: client.get("/readyz").json()["ready"], what="the service to be ready")
+
+
+def test_the_api_in_the_users_own_application(tmp_path: Path) -> None:
+    """One line; it starts and ends with it, and the user's own life goes on."""
+    lived: list[str] = []
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> Any:
+        lived.append("began")
+        yield {"mine": 1}
+        lived.append("ended")
+
+    shop, app = FastAPI(lifespan=life), sample(f"sqlite:///{tmp_path / 'jobs.db'}")
+
+    @shop.get("/hello")
+    async def hello() -> str:
+        return "hello"
+
+    inner = mount(shop, app, prefix="/tasks", worker=True)
+    with serving(app, api=shop) as outer:
+        world = World(inner, outer.base, outer._loop)
+        client = world.client("ada", Role.OPERATOR)
+        assert client.get("/hello").json() == "hello"
+        reply = client.post("/tasks/api/v1/jobs?wait=20", json={"task": "add", "payload": {"a": 1}})
+        assert (reply.status_code, reply.json()["state"]) == (200, "succeeded")
+        later = client.post("/tasks/api/v1/jobs", json={"task": "add", "payload": {"a": 1}, "delay_s": 60})
+        assert later.headers["location"].startswith("/tasks/api/v1/jobs/")
+        assert client.get(later.headers["location"]).status_code == 200
+        world.close()
+    assert lived == ["began", "ended"]
+
+
+def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "fastapi" or name.startswith("holdfast.http")
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(ImportError, match=r"pip install 'holdfast\[http\]'"):
+        import holdfast.http  # noqa: F401

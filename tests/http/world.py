@@ -1,0 +1,135 @@
+"""A service on a store of its own, behind a real server in a thread, and people with tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import httpx
+from fastapi import FastAPI
+
+from holdfast import Context, Fatal, Holdfast, Retry
+from holdfast.core.person import Person, Role
+from holdfast.http import create_api
+from holdfast.http.server import HttpServer, bind
+from holdfast.http.service import Service
+
+T = TypeVar("T")
+
+PATIENCE_S: Final = 30.0
+ROOT: Final = Person(name="root", role=Role.ADMIN, tenants=frozenset({"*"}))
+
+
+def sample(url: str, **settings: Any) -> Holdfast:
+    """An app with a task of every kind."""
+    app = Holdfast(url, **settings)
+
+    @app.task
+    async def add(a: float, b: float = 1) -> float:
+        return a + b
+
+    @app.task
+    async def refuse(why: str = "no") -> None:
+        raise Fatal(why)
+
+    @app.task(retry=Retry(max_retries=0), on_exhausted="suspend")
+    async def park() -> None:
+        raise ValueError("parked")
+
+    @app.task(retry=Retry(max_retries=3, base=60, jitter=None))
+    async def flaky(ctx: Context) -> str:
+        raise ValueError("not yet")
+
+    return app
+
+
+class World:
+    """The service, its address, and its people."""
+
+    def __init__(self, api: FastAPI, base: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.api = api
+        self.base = base
+        self._loop = loop
+        self._tokens: dict[tuple[str, Role, tuple[str, ...]], str] = {}
+        self._clients: list[httpx.Client] = []
+
+    @property
+    def service(self) -> Service:
+        service: Service = self.api.state.service
+        return service
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine on the server's own loop."""
+
+        async def run() -> T:
+            return await make()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
+
+    def token(self, name: str = "ada", role: Role = Role.ADMIN, tenants: tuple[str, ...] = ("*",)) -> str:
+        """A person's token, made once."""
+        key = (name, role, tenants)
+        if key not in self._tokens:
+            office = self.service.offices.tokens
+            _, self._tokens[key] = self.call(lambda: office.create(ROOT, name=name, role=role, tenants=list(tenants)))
+        return self._tokens[key]
+
+    def client(self, name: str = "ada", role: Role = Role.ADMIN, tenants: tuple[str, ...] = ("*",)) -> httpx.Client:
+        """Somebody's connection."""
+        return self.stranger(authorization=f"Bearer {self.token(name, role, tenants)}")
+
+    def stranger(self, **headers: str) -> httpx.Client:
+        """A connection without a token."""
+        client = httpx.Client(base_url=self.base, headers=headers, timeout=PATIENCE_S, trust_env=False)
+        self._clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+@contextmanager
+def serving(app: Holdfast, *, api: FastAPI | None = None, **options: Any) -> Iterator[World]:
+    """A real server on a free port of loopback, while the block runs."""
+    api = api or create_api(app, **options)
+    ready, ended = threading.Event(), threading.Event()
+    found: dict[str, Any] = {}
+
+    async def serve() -> None:
+        server = HttpServer(api, bind("127.0.0.1", 0))
+        found.update(server=server, loop=asyncio.get_running_loop())
+        running = asyncio.create_task(server.run_until_stopped())
+        while not server.started and not running.done():  # noqa: ASYNC110 - it has no bell
+            await asyncio.sleep(0.01)
+        found["base"] = server.address
+        ready.set()
+        await running
+
+    def live() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as exc:  # noqa: BLE001 - told to the test
+            found["error"] = exc
+        finally:
+            ready.set()
+            ended.set()
+
+    thread = threading.Thread(target=live, name="http-world", daemon=True)
+    thread.start()
+    assert ready.wait(PATIENCE_S)
+    if "base" not in found:
+        raise found["error"]
+    world = World(api, found["base"], found["loop"])
+    try:
+        yield world
+    finally:
+        world.close()
+        found["loop"].call_soon_threadsafe(found["server"].stop)
+        assert ended.wait(PATIENCE_S), "the server did not end"
+        thread.join()
+        if "error" in found:
+            raise found["error"]

@@ -1,0 +1,34 @@
+"""A ledger on each kind of store: PostgreSQL, a SQLite file of its own, the embedded engine's file."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.clock import SystemClock
+from holdfast.engine.sqlite.store import Place
+from holdfast.ledger.embedded import EmbeddedLedger
+from holdfast.ledger.ledgers import PostgresLedger, SqliteLedger
+from holdfast.ledger.postgres.store import PostgresStore
+from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.store import SqliteStore
+
+AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger
+
+
+@pytest.fixture(params=["postgres", "sqlite", "embedded"])
+async def any_ledger(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AnyLedger]:
+    """Empty, with all its tables."""
+    ledger: AnyLedger
+    match request.param:
+        case "postgres":
+            ledger = PostgresLedger(PostgresStore(request.getfixturevalue("postgres_url")))
+        case "sqlite":
+            ledger = SqliteLedger(SqliteStore(Place(str(tmp_path / "ledger.db")), prepare_ledger), SystemClock())
+        case _:
+            ledger = EmbeddedLedger(Place(str(tmp_path / "holdfast.db")), SystemClock())
+    await ledger.store.open()
+    yield ledger
+    await ledger.close()

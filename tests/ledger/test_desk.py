@@ -1,0 +1,253 @@
+"""What people look at to decide: approvals, dead letters, the operators' log, on every kind of ledger."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from holdfast.errors import InvalidOption, Unknown, UsageError
+from holdfast.ledger import letters, paging
+from holdfast.ledger.deeds import ApprovalFilter, LogFilter
+from holdfast.ledger.letters import LetterFilter
+from holdfast.ledger.people import ApprovalStatus, LetterStatus
+from tests.ledger.conftest import AnyLedger
+from tests.ledger.people_world import ask, bury, events, minutes
+
+A, L = ApprovalStatus, LetterStatus
+
+
+# Approvals -----------------------------------------------------------------------------------------
+
+
+async def _approvals(ledger: AnyLedger) -> None:
+    decided = {"decided_at": minutes(1)}
+    await ask(ledger, "a1", requested_at=minutes(9))
+    await ask(ledger, "a2", requested_at=minutes(8), status="approved", **decided, queue="mail")
+    await ask(ledger, "a3", requested_at=minutes(7), status="rejected", **decided, job_type="send")
+    await ask(ledger, "a4", requested_at=minutes(6), job_id="job-a1")
+    await ask(ledger, "a5", requested_at=minutes(5), tenant_id="acme", policies='["big", "night"]')
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (ApprovalFilter(), ["a5", "a4", "a3", "a2", "a1"]),
+        (ApprovalFilter(statuses=frozenset({A.REQUESTED})), ["a5", "a4", "a1"]),
+        (ApprovalFilter(statuses=frozenset({A.APPROVED, A.REJECTED, A.EXPIRED})), ["a3", "a2"]),
+        (ApprovalFilter(tenants=["acme"]), ["a5"]),
+        (ApprovalFilter(tenants=["acme", "default"]), ["a5", "a4", "a3", "a2", "a1"]),
+        (ApprovalFilter(tenants=[]), []),
+        (ApprovalFilter(tenants=["nobody"]), []),
+        (ApprovalFilter(job_type="send"), ["a3"]),
+        (ApprovalFilter(queues=frozenset({"mail"})), ["a2"]),
+        (ApprovalFilter(job_id="job-a1"), ["a4", "a1"]),
+        (ApprovalFilter(job_id="job-a2", statuses=frozenset({A.REQUESTED})), []),
+        (ApprovalFilter(since=minutes(8), until=minutes(6)), ["a3", "a2"]),
+    ],
+)
+async def test_lists_of_approvals(any_ledger: AnyLedger, wanted: ApprovalFilter, expected: list[str]) -> None:
+    await _approvals(any_ledger)
+    page = await any_ledger.queries.approvals(wanted)
+    assert [row.approval_id for row in page.approvals] == expected
+    assert page.cursor is None
+    one_by_one = await _pages(lambda cursor: any_ledger.queries.approvals(wanted, 1, cursor), "approvals")
+    assert [row.approval_id for row in one_by_one] == expected
+
+
+async def test_an_approval_has_its_votes(any_ledger: AnyLedger) -> None:
+    await ask(any_ledger, "a", quorum=3)
+    for name in ("zoe", "ann"):
+        await any_ledger.people.vote(None, "a", person=name, approve=True, reason="ok")
+    row = await any_ledger.queries.approval(None, "a")
+    assert [vote.person for vote in row.votes] == ["zoe", "ann"]
+    (listed,) = (await any_ledger.queries.approvals()).approvals
+    assert listed == row
+
+
+async def test_another_tenants_approval_is_not_there(any_ledger: AnyLedger) -> None:
+    await ask(any_ledger, "a", tenant_id="acme")
+    assert (await any_ledger.queries.approval(["acme"], "a")).tenant_id == "acme"
+    for tenants in (["default"], []):
+        with pytest.raises(Unknown):
+            await any_ledger.queries.approval(tenants, "a")
+
+
+# Dead letters --------------------------------------------------------------------------------------
+
+
+async def _letters(ledger: AnyLedger) -> None:
+    await bury(ledger, "d1", failed_at=minutes(9), error="100% Wrong_answer")
+    await bury(ledger, "d2", failed_at=minutes(8), queue="mail", error_code="TIMEOUT", fingerprint="slow")
+    await bury(ledger, "d3", failed_at=minutes(7), status="replayed", replay_count=1)
+    await bury(ledger, "d4", failed_at=minutes(6), job_type="send", fingerprint="slow", error="wrong answer")
+    await bury(ledger, "d5", failed_at=minutes(5), tenant_id="acme")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (LetterFilter(), ["d5", "d4", "d3", "d2", "d1"]),
+        (LetterFilter(statuses=frozenset({L.OPEN})), ["d5", "d4", "d2", "d1"]),
+        (LetterFilter(statuses=frozenset({L.REPLAYED, L.DISCARDED})), ["d3"]),
+        (LetterFilter(tenants=["acme"]), ["d5"]),
+        (LetterFilter(tenants=("default", "acme"), job_type="send"), ["d4"]),
+        (LetterFilter(tenants=[]), []),
+        (LetterFilter(queues=frozenset({"mail"})), ["d2"]),
+        (LetterFilter(error_code="TIMEOUT"), ["d2"]),
+        (LetterFilter(fingerprint="slow"), ["d4", "d2"]),
+        (LetterFilter(fingerprint="slow", text="WRONG"), ["d4"]),
+        (LetterFilter(text="100%"), ["d1"]),
+        (LetterFilter(text="wrong_answer"), ["d1"]),
+        (LetterFilter(text="a\0b", job_type="\ud800"), []),
+        (LetterFilter(since=minutes(8), until=minutes(6)), ["d3", "d2"]),
+    ],
+)
+async def test_lists_of_letters(any_ledger: AnyLedger, wanted: LetterFilter, expected: list[str]) -> None:
+    await _letters(any_ledger)
+    page = await any_ledger.queries.letters(wanted)
+    assert [row.dlq_id for row in page.letters] == expected
+    assert page.cursor is None
+    one_by_one = await _pages(lambda cursor: any_ledger.queries.letters(wanted, 1, cursor), "letters")
+    assert [row.dlq_id for row in one_by_one] == expected
+    assert await any_ledger.queries.letter_count(wanted) == len(expected)
+    assert sum(group.count for group in await any_ledger.queries.letter_groups(wanted)) == len(expected)
+
+
+async def test_a_letter_has_all_that_is_known_of_it(any_ledger: AnyLedger) -> None:
+    await bury(any_ledger, "d", stack="Traceback …", history='[{"number": 1}]', job={})
+    letter = await any_ledger.queries.letter(None, "d")
+    assert (letter.stack, letter.history.value, letter.payload.value) == ("Traceback …", [{"number": 1}], {"amount": 1})
+    assert (letter.status, letter.replay_count, letter.fingerprint) == (L.OPEN, 0, "f")
+    assert letter.failed_at == minutes(10)
+    assert letter.events == []
+    with pytest.raises(Unknown):
+        await any_ledger.queries.letter(["acme"], "d")
+    with pytest.raises(Unknown):
+        await any_ledger.queries.letter(None, "e")
+
+
+async def test_letters_are_grouped_by_what_they_died_of(any_ledger: AnyLedger) -> None:
+    await bury(any_ledger, "d1", failed_at=minutes(9), error="boom 1")
+    await bury(any_ledger, "d2", failed_at=minutes(8), error="boom 2")
+    await bury(any_ledger, "d3", failed_at=minutes(7), error="boom 3", tenant_id="acme")
+    await bury(any_ledger, "d4", failed_at=minutes(6), fingerprint="other", error="x" * 10_000)
+    first, second = await any_ledger.queries.letter_groups()
+    assert (first.fingerprint, first.count, first.first, first.last) == ("f", 3, minutes(9), minutes(7))
+    assert first.error.startswith("boom")
+    assert (second.fingerprint, second.count) == ("other", 1)
+    assert len(second.error) < 1_000
+    (alone,) = await any_ledger.queries.letter_groups(LetterFilter(tenants=["acme"]))
+    assert (alone.count, alone.first) == (1, minutes(7))
+
+
+async def test_groups_are_made_of_the_newest(any_ledger: AnyLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(letters, "GROUPED", 2)
+    for number in range(5):
+        await bury(any_ledger, f"d{number}", failed_at=minutes(number))
+    (group,) = await any_ledger.queries.letter_groups()
+    assert (group.count, group.last) == (2, minutes(0))
+
+
+# The operators' log --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (LogFilter(), ["e4", "e3", "e2", "e1"]),
+        (LogFilter(tenants=["acme"]), ["e4"]),
+        (LogFilter(tenants=["default", "nobody"]), ["e3", "e2", "e1"]),
+        (LogFilter(actor="bob"), ["e2"]),
+        (LogFilter(types=frozenset({"operator.pause", "operator.approve"})), ["e3"]),
+        (LogFilter(target="queue"), ["e3"]),
+        (LogFilter(target_id="j", queues=frozenset({"q"})), ["e1"]),
+        (LogFilter(since=minutes(3), until=minutes(1)), ["e3", "e2"]),
+    ],
+)
+async def test_the_operators_log(any_ledger: AnyLedger, wanted: LogFilter, expected: list[str]) -> None:
+    await events(
+        any_ledger,
+        {"id": "e1", "at": minutes(4), "queue": "q", "before": '{"a":1}'},
+        {"id": "e2", "at": minutes(3), "actor": "bob"},
+        {"id": "e3", "at": minutes(2), "type": "operator.pause", "target": "queue", "target_id": "q"},
+        {"id": "e4", "at": minutes(1), "tenant_id": "acme"},
+    )
+    page = await any_ledger.queries.operator_log(wanted)
+    assert [line.id for line in page.lines] == expected
+    one_by_one = await _pages(lambda cursor: any_ledger.queries.operator_log(wanted, 1, cursor), "lines")
+    assert one_by_one == page.lines
+
+
+async def test_a_line_is_typed(any_ledger: AnyLedger) -> None:
+    await events(any_ledger, {"id": "e", "at": minutes(1), "before": '{"a":1}', "reason": "why"})
+    (line,) = (await any_ledger.queries.operator_log()).lines
+    assert line.before is not None
+    assert (line.before.value, line.after, line.reason, line.at) == ({"a": 1}, None, "why", minutes(1))
+
+
+# Pages ---------------------------------------------------------------------------------------------
+
+
+async def _pages(read: Callable[[str | None], Awaitable[Any]], name: str) -> list[Any]:
+    found: list[Any] = []
+    cursor: str | None = None
+    for _ in range(1_000):
+        page = await read(cursor)
+        found += getattr(page, name)
+        cursor = page.cursor
+        if cursor is None:
+            return found
+    raise AssertionError("the list does not end")
+
+
+async def test_pages_of_one_moment_and_many_tenants_lose_nothing(
+    any_ledger: AnyLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same instant, same ids in several tenants, a filter that no index serves, and little patience."""
+    monkeypatch.setattr(paging, "SCANNED", 6)
+    monkeypatch.setattr(paging, "SCANNED_EACH", 2)
+    expected: list[dict[str, Any]] = [
+        {"tenant_id": tenant, "actor": "bob" if number % 3 else "ann", "at": minutes(number // 4), "id": f"e{number}"}
+        for number in range(8)
+        for tenant in ("acme", "default", "zeta")
+    ]
+    await events(any_ledger, *random.Random(7).sample(expected, len(expected)))
+    for size in (1, 2, 5):
+        read = partial(any_ledger.queries.operator_log, LogFilter(actor="ann"), size)
+        found = await _pages(read, "lines")
+        wanted = sorted(
+            ((row["at"], row["id"], row["tenant_id"]) for row in expected if row["actor"] == "ann"), reverse=True
+        )
+        assert [(line.at, line.id, line.tenant_id) for line in found] == wanted
+
+
+@pytest.mark.parametrize("cursor", ["x", "AAAA", "é", "WzEsMiwzXQ", "WzFlOTksImEiLCJiIl0"])
+async def test_what_is_no_cursor(any_ledger: AnyLedger, cursor: str) -> None:
+    queries = any_ledger.queries
+    for read in (queries.letters, queries.approvals, queries.operator_log):
+        with pytest.raises(UsageError, match="no cursor"):
+            await read(None, 5, cursor)
+
+
+async def test_limits_and_instants_are_checked(any_ledger: AnyLedger) -> None:
+    queries = any_ledger.queries
+    for read in (queries.letters, queries.approvals, queries.operator_log):
+        for limit in (0, -1, 1_001):
+            with pytest.raises(InvalidOption):
+                await read(None, limit)
+    for kind in (LetterFilter, ApprovalFilter, LogFilter):
+        with pytest.raises(InvalidOption, match="time zone"):
+            kind(since=minutes(1).replace(tzinfo=None))
+
+
+def test_a_filter_is_narrowed_to_what_somebody_may_see() -> None:
+    for kind in (LetterFilter, ApprovalFilter, LogFilter):
+        assert kind().seen_by(None).tenants is None
+        assert kind().seen_by(("a",)).tenants == ("a",)
+        assert kind(tenants=("a", "b")).seen_by(None).tenants == ("a", "b")
+        assert kind(tenants=("a", "b")).seen_by(("b", "c")).tenants == ["b"]
+        assert kind(tenants=("a",)).seen_by(("b",)).tenants == []

@@ -1,0 +1,187 @@
+"""Backlogs over their threshold: raised once, cleared once, whoever watches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from holdfast import Holdfast
+from holdfast.engine.port import Control
+from holdfast.errors import LedgerUnavailable
+from holdfast.ledger import schema
+from holdfast.testing import drain
+from holdfast.upkeep.alarm import Alarm
+from holdfast.upkeep.loop import Queues
+from holdfast.upkeep.upkeep import Upkeep
+from holdfast.worker.worker import Worker
+from tests.observe.support import eventually, scrape
+
+KEY = "backlog:default"
+
+
+def make(url: str, namespace: str, **more: Any) -> Holdfast:
+    app = Holdfast(url, namespace=namespace, **more)
+
+    @app.task
+    async def ok() -> None:
+        return None
+
+    return app
+
+
+@pytest.fixture(params=["embedded", "redis"])
+def urls(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    if request.param == "embedded":
+        return {"url": f"sqlite:///{tmp_path / 'holdfast.db'}"}
+    return {"url": request.getfixturevalue("redis_url"), "ledger": request.getfixturevalue("postgres_url")}
+
+
+@pytest.fixture
+async def app(urls: dict[str, str], namespace: str) -> AsyncIterator[Holdfast]:
+    async with make(urls["url"], namespace, ledger=urls.get("ledger"), backlog_alert=10) as app:
+        yield app
+
+
+def watch(app: Holdfast, *, ledger: bool = True) -> Alarm:
+    return Alarm(app.engine, Queues(app.engine, ()), app.settings, app.ledger_port if ledger else None)
+
+
+async def fill(app: Holdfast, number: int) -> None:
+    await app.tasks["ok"].submit_many([()] * number)
+
+
+async def events(app: Holdfast) -> list[tuple[str, str, str]]:
+    table = schema.operator_events
+    query = select(table).where(table.c.type.like("alert.%")).order_by(table.c.at)
+    async with app.ledger.queries.engine.connect() as connection:
+        return [(row.type, row.target_id, row.reason) for row in await connection.execute(query)]
+
+
+async def take(app: Holdfast, number: int) -> None:
+    """Finish so many jobs."""
+    from holdfast.core.verdict import Settlement, Succeed
+
+    claims = await app.engine.claim("w", ["default"], number, 1000)
+    assert len(claims) == number
+    await app.engine.settle([Settlement(claim, Succeed(b"null"), claim.claimed_at_ms) for claim in claims])
+
+
+async def test_raised_once_and_cleared_well_below(app: Holdfast, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast.alarm")
+    watchers = [watch(app) for _ in range(3)]
+
+    async def look() -> None:
+        await asyncio.gather(*(watcher.look() for watcher in watchers))
+
+    await fill(app, 9)
+    await look()
+    assert await events(app) == []
+    assert "alerts_standing" not in str(await scrape(app))
+
+    await fill(app, 1)
+    for _ in range(3):
+        await look()
+    (raised,) = await events(app)
+    assert raised == ("alert.backlog", "default", "10 jobs are in line or running, the threshold is 10")
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [(record.__dict__["alert"], record.__dict__["backlog"]) for record in warnings] == [(KEY, 10)]
+    assert (await scrape(app))[f'alerts_standing{{alert="{KEY}"}}'] == 1
+
+    await take(app, 1)
+    await look()
+    assert len(await events(app)) == 1, "at 90 % it still stands"
+
+    await take(app, 1)
+    for _ in range(3):
+        await look()
+    assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared"]
+    assert f'alerts_standing{{alert="{KEY}"}}' not in await scrape(app)
+
+    await fill(app, 5)
+    await look()
+    assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared", "alert.backlog"]
+
+
+async def test_an_operator_s_threshold_goes_before_the_setting(app: Holdfast) -> None:
+    await fill(app, 12)
+    await app.engine.set_control("default", Control(backlog_alert=20))
+    watcher = watch(app)
+    await watcher.look()
+    assert await events(app) == []
+    await app.engine.set_control("default", Control(backlog_alert=5))
+    await watcher.look()
+    assert [kind for kind, *_ in await events(app)] == ["alert.backlog"]
+
+
+async def test_an_alert_that_somebody_raised_and_died_is_cleared_by_the_others(app: Holdfast) -> None:
+    await fill(app, 10)
+    await watch(app).look()
+    await drain(app)
+    app.engine.counts.alerts.clear()
+    await watch(app).look()
+    assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared"]
+
+
+async def test_while_the_ledger_is_away_it_waits(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fill(app, 10)
+    watcher = watch(app)
+    assert app.ledger_port is not None
+    people = type(app.ledger_port.people)
+    with monkeypatch.context() as away:
+
+        async def refuse(*_: object) -> bool:
+            raise LedgerUnavailable("gone")
+
+        away.setattr(people, "raise_alert", refuse)
+        await watcher.look()
+    assert await events(app) == []
+    await watcher.look()
+    assert [kind for kind, *_ in await events(app)] == ["alert.backlog"]
+
+
+async def test_without_a_ledger_the_process_tells_for_itself(
+    redis_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast.alarm")
+    async with make(redis_url, namespace, backlog_alert=3) as app:
+        watcher = watch(app, ledger=False)
+        await fill(app, 3)
+        for _ in range(3):
+            await watcher.look()
+        assert (await scrape(app))[f'alerts_standing{{alert="{KEY}"}}'] == 1
+        await drain(app)
+        for _ in range(3):
+            await watcher.look()
+        assert f'alerts_standing{{alert="{KEY}"}}' not in await scrape(app)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+async def test_no_threshold_no_alert(redis_url: str, namespace: str) -> None:
+    async with make(redis_url, namespace) as app:
+        await fill(app, 100)
+        await watch(app).look()
+        assert not app.engine.counts.alerts
+
+
+@pytest.mark.parametrize("keeper", ["worker", "upkeep"])
+async def test_workers_and_upkeep_watch(app: Holdfast, keeper: str) -> None:
+    await app.engine.set_control("default", Control(paused=True))
+    await fill(app, 10)
+    worker, upkeep = Worker(app), Upkeep(app.engine, [], app.settings, app.ledger_port)
+    running = asyncio.create_task(worker.run() if keeper == "worker" else upkeep.run())
+
+    async def raised() -> Any:
+        return await events(app)
+
+    try:
+        assert [kind for kind, *_ in await eventually(raised, "the alert")] == ["alert.backlog"]
+    finally:
+        worker.drain()
+        upkeep.stop()
+        await running

@@ -1,0 +1,54 @@
+"""What other parts count, and what HTTP answers say: no secrets there either."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast import Fatal, Holdfast
+from holdfast.errors import Denied, EngineUnavailable, HoldfastError, InvalidOption, UsageError
+from holdfast.http.problems import BadRequest, problem_of
+from holdfast.worker.postman import _PostOffice
+from tests.observe.support import scrape
+
+_secret = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=14, max_size=30).map(lambda s: f"Zq{s}")
+_forms = st.sampled_from(["redis://u:{}@h/0 refused", "password={}", "Authorization: Bearer {}", "hf_ab12_{}"])
+
+
+@given(secret=_secret, form=_forms, kind=st.sampled_from([UsageError, InvalidOption, EngineUnavailable, BadRequest]))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_no_secret_in_an_http_error(secret: str, form: str, kind: type[HoldfastError]) -> None:
+    problem, headers = problem_of(kind(f"it is {form.format(secret)}"), "/api/v1/jobs")
+    assert secret not in repr(headers)
+    assert secret.encode() not in msgspec.json.encode(problem)
+
+
+def test_no_secret_in_a_guard_s_reasons() -> None:
+    problem, _ = problem_of(Denied("pay", ("token=hunter2-Zx9q is not allowed",), ("rule",)), "/x")
+    assert b"hunter2" not in msgspec.json.encode(problem)
+
+
+class FakeSender:
+    """Fails, then delivers."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    async def send(self, url: str, webhook_id: str, body: bytes) -> int:
+        self.tries += 1
+        if self.tries < 3:
+            raise Fatal("no")
+        return 204
+
+
+async def test_webhooks_are_counted() -> None:
+    async with Holdfast("sqlite://") as app:
+        office = _PostOffice(app.engine, app.settings, FakeSender())  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(Fatal):
+                await office._deliver("https://x", "w", "job.succeeded", "{}")
+        await office._deliver("https://x", "w", "job.succeeded", "{}")
+        seen = await scrape(app)
+    assert (seen['webhooks_total{result="failed"}'], seen['webhooks_total{result="delivered"}']) == (2, 1)

@@ -1,0 +1,334 @@
+"""Known jobs, then a scrape: every number is exactly what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from holdfast import Fatal, Holdfast, Retry
+from holdfast.core.job import Claim, Lease, Meta
+from holdfast.core.states import State
+from holdfast.core.verdict import Answer, Hold, Release, Settlement, Succeed, Verdict
+from holdfast.engine.port import Control, RetryVia
+from holdfast.errors import EngineUnavailable, IntakeRefused, InvalidOption, TransitionInvalid
+from holdfast.observe.counts import BOUNDS_S, Counts, Durations
+from holdfast.observe.scrape import serving
+from holdfast.testing import drain
+from holdfast.upkeep.bookkeeping import Bookkeeping
+from holdfast.upkeep.loop import Queues
+from holdfast.upkeep.projector import Projector
+from holdfast.upkeep.reclaimer import Reclaimer
+from holdfast.worker.plan import Plan, Policy
+from holdfast.worker.run import Run
+from holdfast.worker.tally import count_runs
+from tests.observe.support import eventually, fetch, scrape
+
+QUEUE = "default"
+
+
+def make(url: str, namespace: str, **more: Any) -> Holdfast:
+    app = Holdfast(
+        url, namespace=namespace, visibility_timeout_s=0.4, heartbeat_interval_s=0.1, reclaim_interval_s=0.05, **more
+    )
+
+    @app.task
+    async def ok() -> int:
+        return 1
+
+    @app.task
+    def in_a_thread() -> int:
+        return 2
+
+    @app.task(retry=Retry(max_retries=1, base=0.01, jitter=None))
+    async def flaky() -> str:
+        raise ValueError("always")
+
+    @app.task(retry=Retry(base=3600, cap=7200, jitter=None))
+    async def patient() -> None:
+        raise ValueError("not now")
+
+    @app.task
+    async def hopeless() -> None:
+        raise Fatal("no")
+
+    @app.task(on_exhausted="suspend")
+    async def doubtful() -> None:
+        raise Fatal("who knows")
+
+    return app
+
+
+@pytest.fixture
+async def app(engine_url: str, namespace: str) -> AsyncIterator[Holdfast]:
+    async with make(engine_url, namespace) as app:
+        yield app
+
+
+async def submit(app: Holdfast, name: str, **options: Any) -> str:
+    task = app.tasks[name]
+    return (await (task.options(**options) if options else task).submit()).id
+
+
+async def lose_a_lease(app: Holdfast) -> None:
+    """A worker claims a job and is never heard of again; another one takes it over. Then the first comes back."""
+    await submit(app, "ok")
+    (ghost,) = await app.engine.claim("ghost", [QUEUE], 1, 1000)
+
+    async def taken_over() -> bool:
+        await drain(app)
+        return (await app.engine.get(QUEUE, [ghost.job_id]))[0].state is State.SUCCEEDED  # type: ignore[union-attr]
+
+    await eventually(taken_over, "the job to be taken over")
+    assert await app.engine.settle([Settlement(ghost, Succeed(b"1"), 0)]) == [Answer.STALE]
+
+
+async def drain_all(app: Holdfast, retries: int) -> None:
+    async def done() -> bool:
+        await drain(app)
+        return app.engine.counts.retried == retries and not (await app.engine.stats(QUEUE)).states.get(State.RETRYING)
+
+    await eventually(done, "all retries to be over")
+
+
+async def test_the_numbers_are_exactly_what_happened(app: Holdfast) -> None:
+    for name, number in {"ok": 3, "in_a_thread": 2, "flaky": 2, "hopeless": 1, "doubtful": 1}.items():
+        for _ in range(number):
+            await submit(app, name)
+    first = await submit(app, "ok", idempotency_key="same")
+    assert await submit(app, "ok", idempotency_key="same") == first
+    await drain_all(app, retries=2)
+    await lose_a_lease(app)
+
+    for _ in range(3):
+        with pytest.raises(TransitionInvalid):
+            await app.engine.move(QUEUE, first, State.QUEUED, actor="eve", reason="again")
+    waiting = await submit(app, "patient")
+    await drain(app)
+    await app.engine.move(QUEUE, waiting, State.DLQ_PENDING, actor="ada", reason="hopeless")
+    await app.engine.set_control(QUEUE, Control(intake_paused=True, backlog_alert=50))
+    with pytest.raises(IntakeRefused):
+        await submit(app, "ok")
+
+    seen = await scrape(app)
+    expected = {
+        'task_process_total{result="succeeded"}': 7,
+        'task_process_total{result="retry"}': 3,
+        'task_process_total{result="dead"}': 3,
+        'task_process_total{result="skipped"}': 0,
+        'task_process_total{result="not_due"}': 0,
+        'task_process_seconds_count{result="succeeded"}': 7,
+        'task_process_seconds_count{result="retry"}': 3,
+        'task_process_seconds_count{result="dead"}': 3,
+        "task_dlq_total": 4,
+        'stream_reclaim_total{result="claimed"}': 1,
+        'stream_reclaim_total{result="error"}': 0,
+        "jobs_submitted_total": 12,
+        "jobs_duplicate_total": 1,
+        "jobs_suspended_total": 1,
+        "jobs_claimed_total": 14,
+        "stale_settles_total": 1,
+        "leases_lost_total": 0,
+        "illegal_moves_total": 3,
+        "intake_refused_total": 1,
+        "engine_up": 1,
+        f'backlog{{queue="{QUEUE}"}}': 0,
+        f'backlog_alert{{queue="{QUEUE}"}}': 50,
+        f'queue_lag{{queue="{QUEUE}"}}': 0,
+        f'retrying_ratio{{queue="{QUEUE}"}}': 0,
+    }
+    assert {name: seen.get(name) for name in expected} == expected
+
+
+async def test_a_queue_at_one_moment(app: Holdfast, namespace: str) -> None:
+    for _ in range(5):
+        await submit(app, "ok")
+    claims = await app.engine.claim("w1", [QUEUE], 2, 1000)
+    await submit(app, "ok", delay=3600)
+    seen = await scrape(app)
+    stream = f"{namespace}:stream:task"
+    expected = {
+        f'stream_length{{stream="{stream}"}}': 5,
+        f'stream_pending{{group="cg:workers",stream="{stream}"}}': 2,
+        f'queue_lag{{queue="{QUEUE}"}}': 3,
+        f'backlog{{queue="{QUEUE}"}}': 5,
+        f'active_workers{{queue="{QUEUE}"}}': 1,
+        f'jobs{{queue="{QUEUE}",state="running"}}': 2,
+        f'jobs{{queue="{QUEUE}",state="queued"}}': 4,
+    }
+    assert {name: seen.get(name) for name in expected} == expected
+    assert len(claims) == 2
+    if app.settings.url.startswith("redis"):
+        redis: Any = Redis.from_url(app.settings.url)
+        assert await redis.xlen(stream) == 5
+        await redis.aclose()
+
+
+async def test_how_much_of_the_work_waits_for_a_retry(app: Holdfast) -> None:
+    await submit(app, "patient")
+    await drain(app)
+    for _ in range(3):
+        await submit(app, "ok")
+    await app.engine.claim("w1", [QUEUE], 1, 1000)
+    assert (await scrape(app))[f'retrying_ratio{{queue="{QUEUE}"}}'] == 0.25
+
+
+@pytest.mark.redis
+async def test_messages_that_meet_a_job_are_skipped_or_not_due(redis_url: str, namespace: str) -> None:
+    async with make(redis_url, namespace, retry_via={QUEUE: RetryVia.SCHEDULE}) as app:
+        ended = await submit(app, "ok")
+        await drain(app)
+        later = await submit(app, "ok", delay=3600)
+        redis: Any = Redis.from_url(redis_url)
+        stream = f"{namespace}:stream:task"
+        for job_id in (ended, ended, later):
+            await redis.xadd(stream, {"task_id": job_id, "type": "ok", "payload": "{}"})
+        await redis.xadd(stream, {"task_id": "broken"})
+        await redis.xadd(stream, {"task_id": "foreign", "type": "ok", "payload": "{}"})
+        await redis.aclose()
+
+        async def read() -> bool:
+            await drain(app)
+            counts = app.engine.counts
+            return counts.succeeded + counts.skipped + counts.not_due + counts.malformed >= 6
+
+        await eventually(read, "all messages to be read")
+        seen = await scrape(app)
+    expected = {
+        'task_process_total{result="succeeded"}': 2,
+        'task_process_total{result="skipped"}': 2,
+        'task_process_total{result="not_due"}': 1,
+        'task_process_total{result="dead"}': 1,
+        "task_dlq_total": 1,
+        "jobs_adopted_total": 1,
+    }
+    assert {name: seen[name] for name in expected} == expected
+
+
+async def test_a_look_for_lost_leases_that_fails_is_counted(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise EngineUnavailable("gone")
+
+    monkeypatch.setattr(app.engine, "reclaim", refuse)
+    reclaimer = Reclaimer(app.engine, Queues(app.engine, [QUEUE]), app.settings, "r")
+    for _ in range(2):
+        with pytest.raises(EngineUnavailable):
+            await reclaimer._turn()
+    assert (await scrape(app))['stream_reclaim_total{result="error"}'] == 2
+
+
+async def test_the_process_is_told_while_the_engine_is_down(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+    await submit(app, "ok")
+
+    async def refuse(*_: object) -> None:
+        raise EngineUnavailable("gone")
+
+    monkeypatch.setattr(app.engine, "queues", refuse)
+    seen = await scrape(app)
+    assert (seen["engine_up"], seen["jobs_submitted_total"]) == (0, 1)
+    assert not any(name.startswith("backlog") for name in seen)
+
+
+async def test_how_far_the_ledger_is_behind(redis_url: str, ledger_url: str, namespace: str) -> None:
+    async with make(redis_url, namespace, ledger=ledger_url) as app:
+        for number in range(3):
+            await submit(app, "ok", idempotency_key=str(number))
+        await asyncio.sleep(0.05)
+        seen = await scrape(app)
+        assert seen["ledger_up"] == 1
+        assert seen[f'feed_lag_entries{{queue="{QUEUE}"}}'] == 3
+        assert 0.05 <= seen[f'feed_lag_seconds{{queue="{QUEUE}"}}'] < 20
+        assert app.ledger_port is not None
+        bookkeeping = Bookkeeping(app.engine, app.ledger_port, app.settings, name="b")
+        bookkeeping.start()
+        try:
+
+            async def caught_up() -> bool:
+                return (await scrape(app))[f'feed_lag_entries{{queue="{QUEUE}"}}'] == 0
+
+            await eventually(caught_up, "the ledger to catch up")
+            assert (await scrape(app))["ledger_events_total"] == 3
+        finally:
+            await bookkeeping.stop()
+
+
+async def test_dead_letters_that_wait_for_the_engine_are_told_by_tenant(
+    redis_url: str, postgres_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make(redis_url, namespace, ledger=postgres_url) as app:
+        for tenant in ("acme", "acme", "globex"):
+            await submit(app, "hopeless", tenant_id=tenant)
+        await drain(app)
+        assert app.ledger_port is not None
+        projector = Projector(app.engine, app.ledger_port, name="p")
+        # The engine is not told: it does not answer that question.
+        monkeypatch.setattr(projector._letters, "send", lambda _: asyncio.sleep(0, 1))
+        running = asyncio.create_task(projector.run())
+        try:
+
+            async def recorded() -> bool:
+                return (await scrape(app)).get('dlq_pending{tenant="acme"}') == 2
+
+            await eventually(recorded, "the dead letters to be recorded")
+            seen = await scrape(app)
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+    assert seen['dlq_pending{tenant="globex"}'] == 1
+    assert seen[f'jobs{{queue="{QUEUE}",state="dlq_pending"}}'] == 3
+
+
+async def test_an_unreachable_ledger_is_told(redis_url: str, namespace: str, tmp_path: Path) -> None:
+    ledger = "postgresql://nobody:x@127.0.0.1:1/none"
+    async with make(redis_url, namespace, ledger=ledger, connect_timeout_s=0.5) as app:
+        seen = await scrape(app)
+    assert (seen["engine_up"], seen["ledger_up"]) == (1, 0)
+
+
+async def test_only_metrics_are_served(app: Holdfast) -> None:
+    async def text() -> tuple[bytes, str]:
+        return b"x 1\n", "text/plain"
+
+    async with serving("127.0.0.1", 0, text) as port:
+        assert (await fetch(port, "/"))[0].startswith("HTTP/1.1 404")
+        assert (await fetch(port, method="POST"))[0].startswith("HTTP/1.1 405")
+        assert await fetch(port, method="HEAD") != await fetch(port)
+        assert (await fetch(port, "/metrics?x=1"))[1] == "x 1\n"
+        # A client that says nothing and goes, and one that never ends its head, cost nothing.
+        for words in (b"", b"GET /metrics" + b"x" * 100_000):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(words)
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+        assert (await fetch(port))[1] == "x 1\n"
+        with pytest.raises(InvalidOption, match=str(port)):
+            async with serving("127.0.0.1", port, text):
+                pass
+
+
+def test_only_what_the_engine_has_applied_is_a_run() -> None:
+    counts = Counts()
+    claim = Claim(Lease("q", "j", "1", 1, "w"), "t", b"{}", "a", "k", "t", 1, 0, 0, Meta())
+    verdicts: list[Verdict] = [Succeed(b"1"), Succeed(b"1"), Succeed(b"1"), Release("given back"), Hold("ask")]
+    runs = [Run(claim, Plan("t", lambda: None, Policy())) for _ in verdicts]
+    for run, verdict in zip(runs, verdicts, strict=True):
+        run.settlement, run.took_s = Settlement(claim, verdict, 0), 0.5
+    count_runs(counts, runs, [Answer.APPLIED, Answer.STALE, Answer.ALREADY, Answer.APPLIED, Answer.APPLIED])
+    assert (sum(counts.run_succeeded.buckets), counts.run_succeeded.total_s) == (1, 0.5)
+    assert sum(counts.run_retried.buckets) + sum(counts.run_dead.buckets) == 0
+
+
+def test_a_run_time_is_in_the_bucket_that_prometheus_means() -> None:
+    durations = Durations()
+    durations.add([BOUNDS_S[-1] + 1, 0, BOUNDS_S[0], math.nextafter(BOUNDS_S[0], 1), BOUNDS_S[-1]])
+    durations.add([0.0])
+    assert durations.buckets == [3, 1, *[0] * (len(BOUNDS_S) - 3), 1, 1]
+    assert durations.total_s == pytest.approx(2 * BOUNDS_S[0] + 2 * BOUNDS_S[-1] + 1)

@@ -1,0 +1,171 @@
+"""No secret survives: whatever its form and whatever is around it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast import Settings
+from holdfast.errors import InvalidOption
+from holdfast.observe import redact as module
+from holdfast.observe.redact import BLOT, bounded, redact, redact_also, redacted
+
+SECRET = "hunter2-Zx9q"
+KEY_BODY = "MIIEpAIBAAKCAQEA7" + "c3Rvbmc" * 20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"redis://app:{SECRET}@cache:6379/0",
+        f"postgresql://app:{SECRET}@db/x?sslmode=require refused",
+        f"amqp://:{SECRET}@broker",
+        f"https://host/path?a=1&token={SECRET}&b=2",
+        f"password={SECRET}",
+        f"PASSWORD = '{SECRET} with blanks'",
+        f'{{"password": "{SECRET}"}}',
+        f'{{"db_password":"a\\"{SECRET}","next":1}}',
+        f"{{'api_key': '{SECRET}', 'x': 1}}",
+        f"{{'apiKey': b'{SECRET}'}}",
+        f"Settings(secret_access_key={SECRET}, region=eu)",
+        f"export HOLDFAST_TOKEN={SECRET}",
+        f'the body was {{\\"client_secret\\": \\"{SECRET} and more\\"}}',
+        f"Authorization: Bearer {SECRET}",
+        f"authorization: Digest username=x, response={SECRET}",
+        f"headers={{'Authorization': 'Basic {base64.b64encode(SECRET.encode()).decode()}{SECRET}'}}",
+        f"[('authorization', 'Bearer {SECRET}')]",
+        f"curl -H 'X: bearer {SECRET}'",
+        f"hf_a1b2c3_{SECRET}",
+        f"Set-Cookie: session={SECRET}",
+        f"X-Api-Key: {SECRET}",
+        f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n-----END PRIVATE KEY-----",
+        f"-----BEGIN RSA PRIVATE KEY-----\\n{SECRET}",
+        f"{SECRET}\n-----END EC PRIVATE KEY-----",
+    ],
+)
+def test_a_secret_is_blotted_out(text: str) -> None:
+    shown = redact(text)
+    assert SECRET not in shown
+    assert BLOT in shown
+
+
+@pytest.mark.parametrize("key", ["AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE"])
+def test_aws_keys_are_known_by_their_form(key: str) -> None:
+    assert redact(f"denied for {key}.") == "denied for ***."
+
+
+def test_a_json_web_token_is_known_by_its_form() -> None:
+    token = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N"
+    assert redact(f"expired: {token}") == "expired: ***"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ada@example.org at 10:30",
+        "sqlite:////tmp/a.db",
+        "max_tokens=100 of 200",
+        "KeyError: 'article'",
+        "the basic training is over",
+        "unexpected end of file at 3:14",
+        'File "/srv/app/tokenizer.py", line 3, in parse',
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+_secrets = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=12, max_size=40).map(
+    lambda s: f"Zq{s}"
+)
+_noise = st.text(st.characters(codec="utf-8"), max_size=60)
+_forms = st.sampled_from(
+    [
+        "redis://user:{}@host/0",
+        "password={}",
+        "token: {}",
+        '"secret": "{}"',
+        "'api-key' = '{}'",
+        "Authorization: Bearer {}",
+        "hf_0a1b_{}",
+        "-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----",
+    ]
+)
+
+
+@given(secret=_secrets, form=_forms, before=_noise, after=_noise)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_no_secret_survives_whatever_is_around_it(secret: str, form: str, before: str, after: str) -> None:
+    text = f"{before} {form.format(secret)} {after}"
+    if secret in before + after:
+        return
+    assert secret not in redact(text)
+    assert secret not in bounded(text, 2_000)
+    assert secret not in json.dumps(redacted({"message": text, "deep": [{"list": [text]}]}))
+
+
+@given(
+    secret=_secrets, name=st.sampled_from(["password", "db_password", "X-Api-Key", "authorization", "refresh_token"])
+)
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_values_under_telling_names_go_whatever_they_look_like(secret: str, name: str) -> None:
+    assert redacted({name: {"nested": [secret]}, "ok": 1}) == {name: BLOT, "ok": 1}
+
+
+def test_values_of_other_kinds_are_looked_into_up_to_a_depth() -> None:
+    deep: object = f"password={SECRET}"
+    for _ in range(100):
+        deep = [deep]
+    assert SECRET not in str(redacted(deep))
+    assert redacted((1, 2.5, None, True, {3})) == [1, 2.5, None, True, [3]]
+    assert SECRET not in redacted(ValueError(f"token={SECRET}"))
+
+
+@pytest.mark.parametrize("end", [False, True])
+def test_a_huge_text_is_cut_first_and_no_half_secret_is_left(end: bool) -> None:
+    near = f"redis://app:{SECRET}@cache " * 20_000
+    began = time.perf_counter()
+    shown = bounded(near, 500, end=end)
+    assert len(shown) <= 500
+    assert SECRET[:6] not in shown
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "a://b:", "password=", "password='", "-----BEGIN PRIVATE KEY-----", "eyJ", "\\", "secret_"]
+)
+def test_no_text_takes_long(piece: str) -> None:
+    text = piece * (32_000 // len(piece))
+    began = time.perf_counter()
+    redact(text)
+    assert time.perf_counter() - began < 2
+
+
+def test_a_private_key_that_was_cut_in_the_middle_is_not_shown() -> None:
+    text = f"-----BEGIN PRIVATE KEY-----\n{KEY_BODY}"
+    assert KEY_BODY[:20] not in bounded(text, 100)
+
+
+@pytest.fixture
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_rules", module._Rules())
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_the_setting_adds_names_and_expressions() -> None:
+    assert redact("iban=DE02 order-4711") == "iban=DE02 order-4711"
+    redact_also(Settings.load(redact=["iban", r"order-\d+"]).redact)
+    redact_also(["iban"])
+    assert redact("iban=DE02 order-4711") == "iban=*** ***"
+    assert redacted({"customer_iban": "DE02"}) == {"customer_iban": BLOT}
+
+
+@pytest.mark.parametrize("rule", ["(", "", "x*"])
+def test_a_rule_that_cannot_be_is_refused(rule: str) -> None:
+    with pytest.raises(InvalidOption, match="redact"):
+        Settings.load(redact=[rule])

@@ -1,0 +1,176 @@
+"""The alert rules and the dashboard: promtool has its say, and nothing in them speaks of a metric that is not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast import Holdfast
+from holdfast.observe.counts import Counts
+from holdfast.observe.families import Families, QueueSight, Sight
+from holdfast.observe.metrics import exposition
+from tests.servers import find_server
+from tools.servers import PROMTOOL
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "ops" / "prometheus" / "rules.yml"
+TESTS = ROOT / "ops" / "prometheus" / "tests.yml"
+DASHBOARD = ROOT / "ops" / "grafana" / "holdfast.json"
+RUNBOOKS = ROOT / "docs" / "how-to" / "runbooks.md"
+REFERENCE = ROOT / "docs" / "reference" / "metrics.md"
+
+_METRIC = re.compile(r"\bholdfast_[a-z_]+")
+#: What M2 asks for, by the alert that is it.
+WANTED = {
+    "HoldfastFailures",
+    "HoldfastLag",
+    "HoldfastNoActiveWorkers",
+    "HoldfastRetryingRatio",
+    "HoldfastDlqPendingGrowing",
+    "HoldfastIllegalMoves",
+    "HoldfastBacklog",
+    "HoldfastFeedLag",
+}
+
+
+def promtool(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [find_server(PROMTOOL), *words], cwd=RULES.parent, capture_output=True, text=True, check=False, timeout=50
+    )
+
+
+def alerts() -> dict[str, str]:
+    """Name → the text of its rule."""
+    parts = re.split(r"^ +- alert: (\w+)$", RULES.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def full_sight() -> Sight:
+    queue = QueueSight(
+        queue="q",
+        streams={"stream:task": 1},
+        task_stream="stream:task",
+        group="g",
+        pending=1,
+        waiting=1,
+        backlog=1,
+        backlog_alert=1,
+        states={"queued": 1},
+        workers=1,
+        dead_letters=1,
+        retrying_ratio=0.5,
+        feed_lag_entries=1,
+        feed_lag_s=1.0,
+    )
+    one = {"acme": 1}
+    return Sight(
+        engine_up=True, queues=[queue], ledger_up=True, dlq_pending=one, approvals_waiting=one, alerts=["backlog:q"]
+    )
+
+
+def known_metrics() -> set[str]:
+    """Every name of a sample that can be scraped."""
+    families = Families("holdfast", Counts(), full_sight()).collect()
+    return {sample.name for family in families for sample in family.samples}
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    return found
+
+
+def test_promtool_accepts_the_rules() -> None:
+    done = promtool("check", "rules", RULES.name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_rule_fires_when_it_should_and_only_then() -> None:
+    done = promtool("test", "rules", TESTS.name)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_rule_that_is_wrong_does_not_pass(tmp_path: Path) -> None:
+    for path in (RULES, TESTS):
+        text = path.read_text(encoding="utf-8").replace("holdfast_queue_lag) > 1000", "holdfast_queue_lag) > 9000")
+        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    done = promtool("test", "rules", str(tmp_path / TESTS.name))
+    assert done.returncode != 0
+    assert "HoldfastLag" in done.stdout + done.stderr
+
+
+def test_all_alerts_that_are_asked_for_are_there() -> None:
+    assert set(alerts()) >= WANTED
+
+
+@pytest.mark.parametrize("name", sorted(alerts()))
+def test_every_alert_is_tested_both_ways(name: str) -> None:
+    cases = TESTS.read_text(encoding="utf-8").split("  - name: ")[1:]
+    own = [case for case in cases if f"alertname: {name}\n" in case]
+    assert any(re.search(rf"alertname: {name}\n +exp_alerts:\n", case) for case in own), "never seen firing"
+    assert any("exp_alerts: []" in case and "exp_alerts:\n" not in case for case in own), "never seen quiet"
+
+
+@pytest.mark.parametrize(("name", "rule"), sorted(alerts().items()))
+def test_every_alert_says_how_bad_it_is_and_what_to_do(name: str, rule: str) -> None:
+    assert re.search(r"severity: (critical|warning)\n", rule)
+    for annotation in ("summary", "description"):
+        assert re.search(rf'{annotation}: ".{{10,}}"\n', rule)
+    assert f"runbook: docs/how-to/runbooks.md#{name.lower()}" in rule
+    sections = re.split(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    texts = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert len(texts[name].split()) > 40, "its runbook says too little"
+
+
+def test_no_runbook_is_for_an_alert_that_is_gone() -> None:
+    sections = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(sections) == sorted(alerts())
+
+
+def test_rules_and_dashboard_speak_of_metrics_that_there_are() -> None:
+    queries = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
+    for text in [*alerts().values(), TESTS.read_text(encoding="utf-8"), *queries]:
+        assert set(_METRIC.findall(text)) <= known_metrics(), text
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    shown = set(_METRIC.findall(json.dumps(panels())))
+    histogram = {f"holdfast_task_process_seconds_{part}" for part in ("count", "sum")}
+    assert known_metrics() - histogram <= shown
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    found = panels()
+    assert len({panel["id"] for panel in found}) == len(found)
+    taken: set[tuple[int, int]] = set()
+    for panel in found:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies over another panel"
+        taken |= cells
+
+
+def test_the_reference_explains_every_metric_and_no_other() -> None:
+    explained = set(re.findall(r"^\| `_(\w+)`", REFERENCE.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    names = {name.removeprefix("holdfast_") for name in known_metrics()}
+    names -= {"task_process_seconds_bucket", "task_process_seconds_count", "task_process_seconds_sum"}
+    assert explained == names | {"task_process_seconds"}
+
+
+async def test_another_prefix() -> None:
+    async with Holdfast("sqlite://", metrics_prefix="ingest") as app:
+        text, content_type = await exposition(app)
+    families = list(text_string_to_metric_families(text.decode()))
+    assert families
+    assert all(family.name.startswith("ingest_") for family in families)
+    assert content_type.startswith("text/plain")

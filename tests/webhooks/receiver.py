@@ -1,0 +1,100 @@
+"""A receiver of webhooks on loopback: raw sockets, so that it can misbehave; and the convention, written anew."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+SECRET = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
+OTHER_SECRET = "whsec_" + base64.b64encode(b"another one, also of 32 bytes ..").decode()
+
+OK = b"HTTP/1.1 204 No Content\r\n\r\n"
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass
+class Request:
+    line: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+
+@dataclass
+class Receiver:
+    port: int
+    requests: list[Request] = field(default_factory=list)
+    #: What to answer to the next requests, in order; then always OK.
+    answers: list[bytes | Answer] = field(default_factory=list)
+    connections: int = 0
+    serving: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/hook?key=s3cret"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self.serving.add(task)
+        try:
+            await self._serve(reader, writer)
+        finally:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            line, *rest = head.split("\r\n")
+            headers = {name.lower(): value for name, value in (one.split(": ", 1) for one in rest if one)}
+            body = await reader.readexactly(int(headers["content-length"]))
+            self.requests.append(Request(line, headers, body))
+            answer = self.answers.pop(0) if self.answers else OK
+            if isinstance(answer, bytes):
+                writer.write(answer)
+                await writer.drain()
+            else:
+                await answer(writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@asynccontextmanager
+async def receiving() -> AsyncIterator[Receiver]:
+    receiver = Receiver(0)
+    server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
+    receiver.port = server.sockets[0].getsockname()[1]
+    async with server:
+        yield receiver
+        for task in receiver.serving:
+            task.cancel()
+        await asyncio.gather(*receiver.serving, return_exceptions=True)
+
+
+def status(code: int, *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {code} Some Reason", *headers, "content-length: 0", "", ""]
+    return "\r\n".join(lines).encode()
+
+
+def is_signed(request: Request, secret: str) -> bool:
+    """As the convention says, in as few words."""
+    key = base64.b64decode(secret.split("_", 1)[1])
+    content = b".".join(
+        [request.headers["webhook-id"].encode(), request.headers["webhook-timestamp"].encode(), request.body]
+    )
+    wanted = base64.b64encode(hmac.new(key, content, hashlib.sha256).digest()).decode()
+    return any(one == f"v1,{wanted}" for one in request.headers["webhook-signature"].split(" "))

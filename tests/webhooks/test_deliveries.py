@@ -1,0 +1,351 @@
+"""From a job's end, an approval or an alert to a signed request: through the ledger, the courier and a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import Fatal, Holdfast
+from holdfast.core.states import State
+from holdfast.core.webhook import SUBSCRIBERS
+from holdfast.errors import InvalidOption, JobFailed, LedgerUnavailable, NoLedger
+from holdfast.ledger.listing import JobFilter
+from holdfast.ledger.people import Action
+from holdfast.upkeep.bookkeeping import Bookkeeping
+from holdfast.upkeep.courier import Courier
+from holdfast.webhooks import verify
+from holdfast.webhooks.messages import QUEUE, TASK
+from tests.webhooks.receiver import OTHER_SECRET, SECRET, Receiver, is_signed, receiving, status
+from tests.worker.support import eventually, working
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture(params=["embedded", "redis+postgres", "redis+sqlite"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> dict[str, Any]:
+    if request.param == "embedded":
+        return {"url": f"sqlite:///{tmp_path / 'holdfast.db'}"}
+    url: str = request.getfixturevalue("redis_url")
+    kept = request.getfixturevalue("postgres_url") if "postgres" in request.param else f"sqlite:///{tmp_path / 'l.db'}"
+    return {"url": url, "ledger": kept, "namespace": namespace}
+
+
+def make_app(stores: dict[str, Any], **settings: Any) -> Holdfast:
+    given: dict[str, Any] = {
+        "webhook_secret": SECRET,
+        "webhook_allow": ["127.0.0.1"],
+        "webhook_backoff_s": 0.05,
+    } | settings
+    app = Holdfast(**stores, **given)
+
+    @app.task
+    async def add(a: int, b: int) -> int:
+        return a + b
+
+    @app.task
+    async def fail(words: str) -> None:
+        raise Fatal(words)
+
+    return app
+
+
+async def deliveries(app: Holdfast, state: State | None = None) -> list[Any]:
+    wanted = JobFilter(queues=frozenset({QUEUE}), states=frozenset({state} if state else ()))
+    return list((await app.ledger.queries.jobs(wanted, limit=100)).jobs)
+
+
+async def test_the_end_of_a_job_is_told(stores: dict[str, Any], receiver: Receiver) -> None:
+    app = make_app(stores)
+    async with app, working(app):
+        job = await app.tasks["add"].options(webhook=receiver.url, trace_id="t-1").submit(1, 2)
+        assert await job.result(timeout=20) == 3
+        await eventually(lambda: receiver.requests, "the webhook")
+        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's own end")
+    [request] = receiver.requests
+    assert is_signed(request, SECRET)
+    message = verify(request.headers, request.body, SECRET)
+    assert message.type == "job.succeeded"
+    told = message.data
+    assert (told["job_id"], told["task"], told["state"], told["result"]) == (job.id, "add", "succeeded", 3)
+    assert (told["queue"], told["tenant_id"], told["trace_id"]) == ("default", "default", "t-1")
+    assert told["finished_at"] is not None
+
+
+async def test_a_failure_is_told_without_our_insides(stores: dict[str, Any], receiver: Receiver) -> None:
+    app = make_app(stores)
+    async with app, working(app):
+        job = await app.tasks["fail"].options(webhook=receiver.url).submit("db password is hunter2")
+        with pytest.raises(JobFailed):
+            await job.result(timeout=20)
+        await eventually(lambda: receiver.requests, "the webhook")
+    [request] = receiver.requests
+    assert request.json["type"] == "job.failed"
+    told = request.json["data"]
+    assert told["error"]["code"] == "TASK_FATAL"
+    assert told["error"]["message"]
+    assert told["dlq_id"]
+    for secret in (b"hunter2", b"Traceback", b"worker", b"payload"):
+        assert secret not in request.body
+
+
+async def test_a_cancelled_job_is_told(stores: dict[str, Any], receiver: Receiver) -> None:
+    app = make_app(stores)
+    async with app, working(app):
+        job = await app.tasks["add"].options(webhook=receiver.url, delay=600).submit(1, 2)
+        await job.cancel()
+        await eventually(lambda: receiver.requests, "the webhook")
+    assert receiver.requests[0].json["type"] == "job.cancelled"
+
+
+async def test_it_is_tried_again_until_it_is_taken(stores: dict[str, Any], receiver: Receiver) -> None:
+    receiver.answers = [status(500), status(503)]
+    app = make_app(stores)
+    async with app, working(app):
+        await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
+        [done] = await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+    assert done.retry_count == 2
+    assert len(receiver.requests) == 3
+    assert len({request.headers["webhook-id"] for request in receiver.requests}) == 1
+    assert len({request.body for request in receiver.requests}) == 1
+    assert all(is_signed(request, SECRET) for request in receiver.requests)
+
+
+async def test_after_the_last_attempt_it_is_a_dead_letter(stores: dict[str, Any], receiver: Receiver) -> None:
+    receiver.answers = [status(500)] * 10
+    app = make_app(stores, webhook_attempts=3)
+    async with app, working(app):
+        await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
+        [dead] = await eventually(lambda: deliveries(app, State.FAILED), "the delivery's end")
+    assert len(receiver.requests) == 3
+    assert dead.dlq_id
+    assert "answers 500" in dead.last_error
+    assert "s3cret" not in dead.last_error
+    assert dead.job_type == TASK
+
+
+async def test_gone_is_a_dead_letter_at_once(stores: dict[str, Any], receiver: Receiver) -> None:
+    receiver.answers = [status(410)]
+    app = make_app(stores)
+    async with app, working(app):
+        await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
+        await eventually(lambda: deliveries(app, State.FAILED), "the delivery's end")
+    assert len(receiver.requests) == 1
+
+
+async def test_a_courier_that_dies_before_its_mark_repeats_nothing(
+    stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(stores)
+    # A worker that keeps the ledger but has no courier: the test's own dies half-way.
+    monkeypatch.setattr(Courier, "run", _nothing)
+    async with app, working(app):
+        job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
+        await job.result(timeout=20)
+        ledger = app.ledger_port
+        assert ledger is not None
+        await app.ledger.caught_up()
+        courier = Courier(app.engine, ledger, app.settings)
+        real = ledger.telling.mark.jobs
+
+        async def die(*_: Any) -> None:
+            raise LedgerUnavailable("killed")
+
+        monkeypatch.setattr(ledger.telling.mark, "jobs", die)
+        for _ in range(2):
+            with pytest.raises(LedgerUnavailable):
+                await courier.turn()
+        await eventually(lambda: receiver.requests, "the webhook")
+        monkeypatch.setattr(ledger.telling.mark, "jobs", real)
+        assert await courier.turn() == 1
+        assert await courier.turn() == 0
+        await app.ledger.caught_up()
+        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+        assert len(await deliveries(app)) == 1
+    assert len(receiver.requests) == 1
+
+
+async def test_couriers_side_by_side_tell_once(
+    stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(stores)
+    async with app, working(app):
+        ledger = app.ledger_port
+        assert ledger is not None
+        others = [Bookkeeping(app.engine, ledger, app.settings, project=False) for _ in range(3)]
+        for other in others:
+            other.start()
+        jobs = [await app.tasks["add"].options(webhook=receiver.url).submit(1, number) for number in range(20)]
+        for job in jobs:
+            await job.result(timeout=20)
+        await eventually(lambda: len(receiver.requests) >= 20, "all webhooks")
+
+        async def all_done() -> bool:
+            return len(await deliveries(app, State.SUCCEEDED)) == 20
+
+        await eventually(all_done, "the deliveries' ends")
+        for other in others:
+            await other.stop()
+    assert sorted(request.json["data"]["job_id"] for request in receiver.requests) == sorted(job.id for job in jobs)
+
+
+async def test_subscribers_hear_of_their_tenants_jobs(stores: dict[str, Any], receiver: Receiver) -> None:
+    async with receiving() as other:
+        hooks = [
+            {"url": receiver.url, "events": ["job.*"], "tenants": ["acme"], "secret": OTHER_SECRET},
+            {"url": other.url, "events": ["job.failed"]},
+        ]
+        app = make_app(stores, webhooks=hooks)
+        async with app, working(app):
+            wanted = await app.tasks["add"].options(tenant_id="acme").submit(1, 2)
+            await app.tasks["add"].options(tenant_id="umbrella").submit(1, 2)
+            failed = await app.tasks["fail"].options(tenant_id="umbrella").submit("no")
+            await eventually(lambda: receiver.requests and other.requests, "the webhooks")
+            assert (await wanted.view()).meta.webhook == SUBSCRIBERS
+
+            async def all_told() -> bool:
+                return len(await deliveries(app, State.SUCCEEDED)) == 2
+
+            await eventually(all_told, "the deliveries' ends")
+        assert [request.json["data"]["job_id"] for request in receiver.requests] == [wanted.id]
+        assert is_signed(receiver.requests[0], OTHER_SECRET)
+        assert [request.json["data"]["job_id"] for request in other.requests] == [failed.id]
+        assert is_signed(other.requests[0], SECRET)
+
+
+async def test_alerts_are_told(stores: dict[str, Any], receiver: Receiver) -> None:
+    app = make_app(stores, webhooks=[{"url": receiver.url, "events": ["alert.*"]}])
+    async with app, working(app):
+        ledger = app.ledger_port
+        assert ledger is not None
+        alert = Action(
+            type="alert.backlog", actor="holdfast", tenant_id="default", target="queue", target_id="mail", queue="mail",
+            reason="1,500 jobs wait", after={"backlog": 1500},
+        )  # fmt: skip
+        assert await ledger.people.raise_alert("backlog:mail", alert)
+        await eventually(lambda: receiver.requests, "the webhook")
+    [request] = receiver.requests
+    assert request.json["type"] == "alert.backlog"
+    assert request.json["data"]["queue"] == "mail"
+    assert request.json["data"]["message"] == "1,500 jobs wait"
+    assert request.json["data"]["details"] == {"backlog": 1500}
+
+
+async def test_approvals_are_told_step_by_step(stores: dict[str, Any], receiver: Receiver) -> None:
+    app = make_app(stores, webhooks=[{"url": receiver.url, "events": ["approval.*"]}])
+    async with app, working(app):
+        job = await app.tasks["add"].options(hold=True).submit(1, 2)
+        await eventually(lambda: receiver.requests, "the question")
+        ledger = app.ledger_port
+        assert ledger is not None
+        asked = receiver.requests[0].json
+        assert (asked["type"], asked["data"]["job_id"]) == ("approval.requested", job.id)
+        await ledger.people.vote(None, asked["data"]["approval_id"], person="ada", approve=False, reason="too dear")
+        await eventually(lambda: len(receiver.requests) == 2, "the answer")
+    told = receiver.requests[1].json
+    assert told["type"] == "approval.rejected"
+    assert (told["data"]["decided_by"], told["data"]["decision_reason"]) == ("ada", "too dear")
+    assert receiver.requests[0].headers["webhook-id"] != receiver.requests[1].headers["webhook-id"]
+
+
+async def test_a_long_result_is_left_out(stores: dict[str, Any], receiver: Receiver) -> None:
+    app = make_app(stores)
+
+    @app.task
+    async def long() -> str:
+        return "x" * 100_000
+
+    async with app, working(app):
+        await long.options(webhook=receiver.url).submit()
+        await eventually(lambda: receiver.requests, "the webhook")
+    told = receiver.requests[0].json["data"]
+    assert (told["result"], told["result_omitted"]) == (None, True)
+
+
+# At submission -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[Holdfast]:
+    async with make_app({"url": f"sqlite:///{tmp_path / 'holdfast.db'}"}) as app:
+        yield app
+
+
+@pytest.mark.parametrize(
+    "url", ["http://169.254.169.254/", "http://10.0.0.1/", "ftp://example.org/", "https://u:p@example.org/", "*", ""]
+)
+async def test_a_bad_address_is_refused_at_submission(app: Holdfast, url: str) -> None:
+    with pytest.raises(InvalidOption, match="webhook"):
+        await app.tasks["add"].options(webhook=url).submit(1, 2)
+    with pytest.raises(InvalidOption, match="webhook"):
+        await app.tasks["add"].options(webhook=url).submit_many([(1, 2), (3, 4)])
+    assert (await app.ledger.queries.jobs()).jobs == []
+
+
+async def test_without_a_secret_there_are_no_webhooks(tmp_path: Path) -> None:
+    async with make_app({"url": f"sqlite:///{tmp_path / 'h.db'}"}, webhook_secret=None) as app:
+        with pytest.raises(InvalidOption, match="HOLDFAST_WEBHOOK_SECRET"):
+            await app.tasks["add"].options(webhook="https://example.org/").submit(1, 2)
+
+
+@pytest.mark.redis
+async def test_without_a_ledger_there_are_no_webhooks(redis_url: str, namespace: str) -> None:
+    async with make_app({"url": redis_url, "namespace": namespace}) as app:
+        with pytest.raises(NoLedger, match="HOLDFAST_LEDGER"):
+            await app.tasks["add"].options(webhook="https://example.org/").submit(1, 2)
+        assert (await app.tasks["add"].submit(1, 2)).id
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"webhook_secret": "secret"}, "whsec_"),
+        ({"webhook_allow": ["10.0.0.0/99"]}, "no host name"),
+        ({"webhooks": [{"url": "https://example.org/", "events": ["job.*"]}]}, "secret"),
+        ({"webhooks": [{"url": "http://10.0.0.1/", "events": ["job.*"], "secret": SECRET}]}, "public internet"),
+        ({"webhooks": [{"url": "https://example.org/", "events": ["jobs"], "secret": SECRET}]}, "none of job"),
+        ({"webhooks": [{"url": "https://example.org/", "events": [], "secret": SECRET}]}, "webhooks"),
+        ({"webhooks": [{"url": "https://example.org/", "event": ["job.*"]}]}, "webhooks"),
+    ],
+)
+def test_settings_that_cannot_be(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidOption, match=why):
+        Holdfast("sqlite://", **given)
+
+
+def test_settings_show_no_secret() -> None:
+    app = Holdfast("sqlite://", webhook_secret=SECRET)
+    assert SECRET not in repr(app.settings)
+    assert SECRET not in str(app.settings.model_dump())
+
+
+async def test_nothing_runs_where_nobody_is_told(tmp_path: Path) -> None:
+    app = make_app({"url": f"sqlite:///{tmp_path / 'h.db'}"}, webhook_secret=None)
+    async with app, working(app):
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "holdfast-postman"]
+
+
+async def test_logs_have_no_secret_of_the_address(
+    tmp_path: Path, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "holdfast")
+    receiver.answers = [status(500)]
+    app = make_app({"url": f"sqlite:///{tmp_path / 'h.db'}"})
+    async with app, working(app):
+        await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
+        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+    assert "delivered" in caplog.text
+    assert "s3cret" not in caplog.text
+    assert SECRET not in caplog.text
+
+
+async def _nothing(_: Courier) -> None:
+    await asyncio.Event().wait()
