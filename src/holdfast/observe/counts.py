@@ -64,6 +64,8 @@ class Counts:
     #: Settles refused because the lease was lost (requirement Q6).
     stale_settles: int = 0
     leases_lost: int = 0
+    #: Long runs that told that they are alive (requirement Q4).
+    heartbeats: int = 0
     #: Moves refused by the state table (requirement S2).
     illegal_moves: int = 0
     reconnects: int = 0

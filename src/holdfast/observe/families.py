@@ -64,6 +64,7 @@ _PLAIN: Final = (
     ("jobs_released", "Runs that were given back.", "released"),
     ("jobs_promoted", "Jobs put in line because they were due.", "promoted"),
     ("jobs_poisoned", "Poison pills: jobs that lost too many leases.", "poisoned"),
+    ("heartbeats", "Signs of life of long runs, at most one per interval and run.", "heartbeats"),
     ("leases_lost", "Runs that were stopped because their lease was lost.", "leases_lost"),
     ("stale_settles", "Verdicts that came too late and changed nothing.", "stale_settles"),
     ("illegal_moves", "Moves refused by the state table (WF_STATE_TRANSITION_INVALID).", "illegal_moves"),

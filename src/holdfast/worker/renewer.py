@@ -115,6 +115,7 @@ class Renewer:
         told = {token for token, instant in since.items() if now - instant >= self._interval_s}
         lost = await self._renew((run.claim.lease for run in held), told)
         self._alive_since = since | dict.fromkeys(told, now)
+        self._engine.counts.heartbeats += len(told - {lease.token for lease in lost})
         if lost:
             self._tell(self._listener.lost, lost)
 
