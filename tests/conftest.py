@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -113,6 +114,13 @@ def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
 def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     """A database of this test's own, with the ledger's tables."""
     yield from _database(postgres_server, _TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def make_postgres_database(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]:
+    """Databases with the ledger's tables that a file's tests share."""
+    with ExitStack() as made:
+        yield lambda: made.enter_context(contextmanager(_database)(postgres_server, _TEMPLATE))
 
 
 @pytest.fixture

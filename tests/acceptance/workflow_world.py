@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -86,23 +87,39 @@ class Model:
 
         return Handler
 
+    def asked(self, prompts: Iterable[str]) -> int:
+        """How often it was asked one of these."""
+        wanted = set(prompts)
+        return sum(prompt in wanted for prompt in self.prompts)
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Where a deployment keeps its jobs."""
+
+    url: str
+    ledger: str
+    namespace: str
+
 
 class World:
-    """All of it, and a client for each of its doors."""
+    """A deployment, and a client for each of its doors. Deployments may share a model and a MongoDB."""
 
-    def __init__(self, folder: Path, url: str, ledger: str, namespace: str, **settings: str) -> None:
+    def __init__(self, folder: Path, stores: Stores, model: Model, mongo: MongoServer, **settings: str) -> None:
         self.folder = folder
-        self.model = Model()
-        self.mongo = MongoServer(folder)
-        self.mongo.start()
+        self.model = model
+        self.mongo = mongo
         self.port = free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._workers = 0
+        self._token: str | None = None
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")},
             "PYTHONPATH": str(EXAMPLES),
-            "HOLDFAST_URL": url,
-            "HOLDFAST_LEDGER": ledger,
-            "HOLDFAST_NAMESPACE": namespace,
+            "HOLDFAST_URL": stores.url,
+            "HOLDFAST_LEDGER": stores.ledger,
+            "HOLDFAST_NAMESPACE": stores.namespace,
             "HOLDFAST_VISIBILITY_TIMEOUT_S": "2",
             "HOLDFAST_HEARTBEAT_INTERVAL_S": "0.5",
             "OPENAI_BASE_URL": self.model.url,
@@ -123,28 +140,46 @@ class World:
     def start_web(self) -> None:
         words = ["workflow_apply.web:web", "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "warning"]
         self.spawn("web", "-m", "uvicorn", *words)
-        until(self._web_is_up, "the web server")
 
-    def start_worker(self, name: str = "worker") -> subprocess.Popen[bytes]:
-        place = f"{EXAMPLES / 'workflow_apply' / 'tasks.py'}:app"
-        return self.spawn(name, "-m", "holdfast", "worker", place, "--name", name)
+    def start_worker(self) -> None:
+        """One, if none runs: `worker-1`, and `worker-2` after that one was killed."""
+        if self._worker is None:
+            self._workers += 1
+            name = f"worker-{self._workers}"
+            place = f"{EXAMPLES / 'workflow_apply' / 'tasks.py'}:app"
+            self._worker = self.spawn(name, "-m", "holdfast", "worker", place, "--name", name)
 
-    def token(self, name: str, role: str = "operator") -> str:
-        words = [sys.executable, "-m", "holdfast", "token", "create", name, "--role", role, "--all-tenants"]
-        made = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, check=True)
-        return made.stdout.decode().strip()
+    def kill_worker(self) -> None:
+        assert self._worker is not None
+        self._worker.kill()
+        self._worker.wait()
+        self._worker = None
 
-    def stop(self) -> None:
+    def token(self) -> str:
+        """An operator's, made by the program."""
+        if self._token is None:
+            words = [sys.executable, "-m", "holdfast", "token", "create", "ops", "--role", "operator", "--all-tenants"]
+            made = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, check=True)
+            self._token = made.stdout.decode().strip()
+        return self._token
+
+    def print_logs(self) -> None:
+        """The end of each; pytest shows it if the test has failed."""
+        for log in sorted(self.folder.glob("*.log")):
+            print(f"--- {log}\n{log.read_text(errors='replace')[-4000:]}")
+
+    def tell_to_stop(self) -> None:
         for process in self._processes:
             process.terminate()
+
+    def stop(self) -> None:
+        self.tell_to_stop()
         for process in self._processes:
             try:
                 process.wait(15)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self.mongo.kill()
-        self.model.stop()
 
     # Doors -----------------------------------------------------------------------------------------
 
@@ -154,14 +189,17 @@ class World:
     def operator(self) -> httpx.Client:
         return httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}/holdfast",
-            headers={"authorization": f"Bearer {self.token('ops')}"},
+            headers={"authorization": f"Bearer {self.token()}"},
             timeout=PATIENCE_S,
             trust_env=False,
         )
 
-    def documents(self) -> list[dict[str, Any]]:
+    def documents(self, *workflow_ids: str) -> list[dict[str, Any]]:
         with MongoClient[dict[str, Any]](self.environment["MONGO_URL"]) as client:
-            return list(client.workflows.stages.find({}))
+            return list(client.workflows.stages.find({"workflow_id": {"$in": workflow_ids}}))
+
+    def wait_for_web(self) -> None:
+        until(self._web_is_up, "the web server")
 
     def _web_is_up(self) -> bool:
         with self.caller() as http:
@@ -172,14 +210,24 @@ class World:
 
 
 @contextmanager
-def deployed(folder: Path, url: str, ledger: str, namespace: str, **settings: str) -> Iterator[World]:
-    world = World(folder, url, ledger, namespace, **settings)
+def deployed(folder: Path, beside: Stores, inside: Stores, **settings: str) -> Iterator[tuple[World, World]]:
+    """Two deployments: one with a worker beside the web process, one with the worker in it (requirement H4). They start
+    at the same time."""
+    mongo, model = MongoServer(folder), Model()
+    mongo.start()
+    worlds = []
     try:
-        world.start_web()
-        yield world
-    except BaseException:
-        for log in sorted(folder.glob("*.log")):
-            print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}")
-        raise
+        for name, stores in (("beside", beside), ("inside", inside)):
+            (folder / name).mkdir()
+            own = settings | {"HOLDFAST_HTTP_WORKER": str(name == "inside").lower()}
+            worlds.append(World(folder / name, stores, model, mongo, **own))
+            worlds[-1].start_web()
+        worlds[0].start_worker()
+        yield worlds[0], worlds[1]
     finally:
-        world.stop()
+        for world in worlds:
+            world.tell_to_stop()
+        for world in worlds:
+            world.stop()
+        mongo.kill()
+        model.stop()

@@ -23,11 +23,12 @@ from holdfast.cli.format import (
     span,
 )
 from holdfast.cli.logs import JsonLines
-from holdfast.cli.lookup import actor
+from holdfast.cli.output import emit_rows
 from holdfast.cli.parse import duration, moment, payload
 from holdfast.cli.redact import redact
 from holdfast.cli.stage import show_events
 from holdfast.cli.timeline import timeline
+from holdfast.cli.who import local_person
 from holdfast.core.job import EMPTY_META, Attempt, Event, Failure, JobView, Meta
 from holdfast.core.states import State
 from holdfast.errors import (
@@ -268,13 +269,13 @@ def test_a_log_line_has_the_stack_of_an_exception() -> None:
     assert "ValueError: at redis://u:***@h" in line["stack"]
 
 
-def test_without_a_user_name_the_actor_is_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_user_name_somebody_local_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody() -> str:
         raise OSError("no user name")
 
-    assert actor().startswith("cli:")
+    assert local_person().name.startswith("local:")
     monkeypatch.setattr("getpass.getuser", nobody)
-    assert actor() == "cli"
+    assert local_person().name == "local:unknown"
 
 
 def test_a_flood_is_counted_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,3 +284,23 @@ def test_a_flood_is_counted_not_shown(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "1970-01-01 00:00:01.000Z 41 × task.created\n"
     show_events([(flood[0], "add")])
     assert "add           task.created" in capsys.readouterr().out
+
+
+def test_a_table_that_does_not_fit_breaks_no_id(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has to copy it from here."""
+    monkeypatch.setattr("holdfast.cli.output.on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = ("approval", "task", "tenant", "status", "asked", "question")
+    row = ("01a1e0ab6d8a7e83b2c7891d6abf89eb", "pay.salaries", "default", "requested", "4.3 min ago", "more than 100")
+    emit_rows(columns, [row, (*row[:5], "")], empty="")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count(row[0]) == 2
+    assert all(len(line) <= 80 for line in lines)
+    told = " ".join(" ".join(lines).split())
+    assert told.count("task pay.salaries · tenant default · status requested") == 2
+    assert told.count("question") == 1
+    emit_rows(("job", "note"), [(row[0], "a long text " * 20)], empty="")
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].startswith(row[0] + "  a long text")

@@ -11,7 +11,9 @@ import pytest
 
 from holdfast.cli.exits import ExitCode
 from holdfast.core.states import State
+from tests.cli.harness import Shell
 from tests.cli.test_commands import InProcess
+from tests.cli.test_effects import Doubtful
 from tests.people.world import World
 
 URL = "sqlite:///{}/jobs.db"
@@ -328,3 +330,52 @@ def test_on_redis_alone_the_rest_says_what_to_do(desk: Desk, redis_url: str, nam
     desk.run("jobs", "cancel", job_id)
     monkeypatch.setenv("HOLDFAST_TOKEN", "hf_0123456789abcdef_" + "s" * 43)
     assert "NO_LEDGER" in desk.run("queues", "list", code=ExitCode.USAGE).stderr
+
+
+# Looking at jobs -----------------------------------------------------------------------------------
+
+
+def test_a_token_narrows_every_look_at_jobs(desk: Desk) -> None:
+    (mine,) = desk.suspended(1, tenant_id="acme")
+    (other,) = desk.suspended(1, tenant_id="globex")
+    desk.sit("ann", "viewer", "acme")
+    assert [job["job_id"] for job in desk.json("jobs", "list")] == [mine]
+    assert desk.json("jobs", "list", "--tenant", "globex") == []
+    assert desk.json("jobs", "counts")["states"]["suspended"] == 1
+    assert desk.json("jobs", "counts", "--tenant", "globex")["states"]["suspended"] == 0
+    desk.run("jobs", "show", mine)
+    desk.run("explain", mine)
+    for words in (("jobs", "show"), ("explain",)):
+        for tenant in ((), ("--tenant", "globex")):
+            assert "UNKNOWN_JOB" in desk.run(*words, other, *tenant, code=ExitCode.USAGE).stderr
+    desk.sit("both", "viewer", "acme", "globex")
+    assert desk.json("jobs", "counts")["states"]["suspended"] == 2
+
+
+def test_a_word_on_an_effect_is_its_persons_and_in_the_log(desk: Desk) -> None:
+    """Requirement H6: who, why, before and after; another tenant's effect is not there."""
+    job_id = asyncio.run(Doubtful(Shell(desk.folder, {"HOLDFAST_URL": URL.format(desk.folder)})).submit())
+    word = ("effects", "resolve", "publish:1", "--done", '{"url": "seen"}', "--reason", "it is on the site")
+    desk.sit("eve", "admin", "other")
+    assert "no effect under the key" in desk.run(*word, code=ExitCode.USAGE).stderr
+    assert desk.json("effects", "list") == []
+    desk.sit(None)
+    desk.sit("looker", "viewer")
+    desk.run(*word, code=ExitCode.REFUSED)
+    desk.sit(None)
+    assert desk.json("log", "--type", "operator.resolve_effect") == []
+    desk.sit("ada", "operator", "default")
+    desk.run(*word)
+    (line,) = desk.json("log", "--type", "operator.resolve_effect")
+    assert (line["actor"], line["target"], line["target_id"]) == ("ada", "effect", "publish:1")
+    assert (line["reason"], line["before"]["state"]) == ("it is on the site", "in_doubt")
+    assert line["after"] == {"state": "done", "job_id": job_id, "value": {"url": "seen"}}
+    (resumed,) = desk.json("log", "--type", "operator.resume")
+    assert (resumed["actor"], resumed["target_id"]) == ("ada", job_id)
+
+
+def test_why_a_token_is_refused_can_be_read(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.suspended(1)
+    monkeypatch.setenv("HOLDFAST_TOKEN", "hf_nonsense")
+    told = desk.run("jobs", "list", code=ExitCode.REFUSED).stderr
+    assert "it is missing, mistyped, expired or revoked" in told

@@ -139,9 +139,56 @@ async def test_a_tenant_that_is_named_late_gets_a_lane_all_the_same(redis_harnes
     await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(concurrency=5)}))
     found = await seats(redis_harness)
     assert found["acme"].isdigit()
-    assert len(found) == MAX_TENANTS
+    # Nobody else's is taken for it.
+    assert set(found) == {*EVERYONE, "acme"}
     await rig.submit_one(tenant_id="acme")
     assert Counter(claim.tenant_id for claim in await rig.claim(limit=500)) == Counter([*EVERYONE, "acme"])
+
+
+@pytest.mark.parametrize("named", ["acme", "t40"])
+async def test_what_is_allowed_to_a_named_tenant_binds_nobody_else(
+    redis_harness: RedisHarness, rig: Rig, named: str
+) -> None:
+    """Not even while every lane is busy, and some have guests."""
+    for tenant in EVERYONE:
+        await rig.submit(1 if tenant == "t40" else 2, tenant_id=tenant)
+    guests = await rig.submit(2, tenant_id="late")
+    assert (await seats(redis_harness))["late"].startswith((await seats(redis_harness))["t40"] + " ")
+    await rig.engine.set_control(QUEUE, Control(tenants={named: TenantControl(concurrency=0)}))
+    # The guest's place was good for some seconds more.
+    guests += await rig.submit(1, tenant_id="late")
+    mine = await rig.submit(1, tenant_id=named)
+    given: Counter[str] = Counter()
+    while claims := await rig.claim(limit=500):
+        assert not set(mine) & set(ids(claims))
+        given.update(claim.tenant_id for claim in claims)
+        await rig.succeed(*claims)
+    others = [tenant for tenant in EVERYONE if tenant not in (named, "t40")]
+    assert {tenant: given[tenant] for tenant in others} == dict.fromkeys(others, 2)
+    assert given["late"] == len(guests)
+
+
+async def test_a_guest_leaves_a_lane_that_has_become_a_named_tenants(redis_harness: RedisHarness, rig: Rig) -> None:
+    for tenant in EVERYONE:
+        await rig.submit(1 if tenant == "t00" else 2, tenant_id=tenant)
+    await rig.submit_one(tenant_id="late")
+    while claims := await rig.claim(limit=500):
+        await rig.succeed(*claims)
+    await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(concurrency=0)}))
+    found = await seats(redis_harness)
+    assert found["late"].startswith(found["acme"] + " ")
+    guest = await rig.submit_one(tenant_id="late")
+    assert ids(await rig.claim()) == [guest]
+
+
+async def test_a_batch_does_not_give_a_lane_away_that_it_uses(redis_harness: RedisHarness, rig: Rig) -> None:
+    for tenant in EVERYONE:
+        await rig.succeed(await rig.start_one(tenant_id=tenant))
+    # All are free again; the first of the batch has one still.
+    await rig.claim()
+    await rig.engine.submit([rig.envelope(tenant_id="t00"), rig.envelope(tenant_id="late")])
+    found = await seats(redis_harness)
+    assert found["t00"] != found["late"]
 
 
 def test_what_a_process_knows_of_lanes_is_bounded() -> None:
@@ -214,6 +261,19 @@ async def test_retries_in_the_pending_list_respect_a_tenants_concurrency(redis_h
         assert await rig.succeed(*again) == [Answer.APPLIED]
         done += ids(again)
     assert sorted(done) == sorted(ids(claims))
+
+
+async def test_retries_that_may_not_run_hide_no_others(redis_harness: RedisHarness) -> None:
+    rig = await Rig.on(redis_harness, retry_via={QUEUE: RetryVia.PENDING})
+    claims = [await rig.start_one(tenant_id="acme") for _ in range(5)]
+    claims += [await rig.start_one(tenant_id="beta")]
+    for claim in claims:
+        await rig.settle(claim, RetryLater(1_000, FAILURE))
+    await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(concurrency=0)}))
+    await redis_harness.advance(60_000)
+    # Room for fewer than wait before it.
+    (again,) = await rig.engine.reclaim("w2", [QUEUE], 2)
+    assert again.tenant_id == "beta"
 
 
 async def test_jobs_that_the_last_release_left_in_lane_0_go_on(

@@ -323,6 +323,28 @@ async def test_upkeep_finishes_a_replay_that_a_crash_has_left(world: World, afte
     assert len(world.runs) == 2
 
 
+async def test_a_replay_that_the_engine_refuses_hinders_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = [(await world.dead())[0] for _ in range(3)]
+    for dlq_id in letters:
+        with pytest.raises(EngineUnavailable):
+            await office(world, Broken(world)).replay(ADA, dlq_id, reason="")
+    world.broken = False
+    ledger, engine = world.app.ledger_port, world.app.engine
+    assert ledger is not None
+    refused, *others = await ledger.people.unsubmitted_replays(10)
+    submit = engine.submit
+
+    async def busy(envelopes: Any) -> Any:
+        if envelopes[0].job_id == refused.new_job_id:
+            raise IntakeRefused(refused.queue, "made to fail by the test")
+        return await submit(envelopes)
+
+    monkeypatch.setattr(engine, "submit", busy)
+    # A page that is all refused.
+    assert await office(world).carry_on(1) == len(others)
+    assert await ledger.people.unsubmitted_replays(10) == [refused]
+
+
 async def test_who_comes_while_a_replay_is_on_its_way_gets_that_one(world: World) -> None:
     (dlq_id,) = await world.dead()
     with pytest.raises(EngineUnavailable):

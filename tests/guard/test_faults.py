@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from holdfast import AskPeople, Context, Holdfast, Job, State
 from holdfast.core.job import Ask, Consent, Meta
 from holdfast.core.verdict import answered
+from holdfast.engine.port import Control
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
 from holdfast.ledger.people import ApprovalStatus
 from holdfast.offices import Offices
@@ -231,6 +232,32 @@ async def test_an_engine_that_forgets_the_answer_is_told_again(
     await app.close()
     async with working(app):
         await eventually(lambda: bank.paid == [5], "the job to be restored and to go on")
+        await _nothing_left(app)
+
+
+async def test_an_older_copy_of_the_engine_is_told_again(
+    make_redis: MakeServer, postgres_url: str, namespace: str, make_app: MakeApp
+) -> None:
+    """The ledger has seen the job go on; then a replica takes over that has it waiting still."""
+    server = make_redis()
+    app = make_app(url=server.url, ledger=postgres_url, namespace=namespace, reconcile_interval_s=0.5)
+    bank = Bank(app)
+    async with working(app), Redis.from_url(server.url) as redis:
+        job = await bank.pay.submit(5)
+        row = await question(app, job)
+        # Not yet: what has ended in the ledger would not show whether it is told.
+        await app.engine.set_control(job.queue, Control(paused=True))
+        copy = {key: await redis.dump(key) or b"" for key in await redis.keys()}
+        assert (await vote(app, ANN, row.approval_id)).status is APPROVED
+        await _nothing_left(app)
+        async with redis.pipeline(transaction=True) as step:
+            step.flushall()
+            for key, value in copy.items():
+                step.restore(key, 0, value)
+            await step.execute()
+        assert await job.state() is State.WAITING_APPROVAL
+        await app.engine.set_control(job.queue, Control())
+        await eventually(lambda: bank.paid == [5], "the job to go on")
         await _nothing_left(app)
 
 

@@ -41,6 +41,7 @@ def test_what_is_no_json_is_malformed(shared: World, body: bytes) -> None:
         '{"task": "add", "payload": "x"}',
         '{"task": "add", "colour": "red"}',
         '{"task": "add", "delay_s": -1}',
+        '{"task": "add", "payload": {"a": 1}, "delay_s": 1, "run_at": "2030-01-01T00:00:00Z"}',
         '{"task": "add", "run_at": "2030-01-01T00:00:00"}',
         '{"task": "add", "priority": "urgent"}',
         '{"task": "a b"}',
@@ -61,7 +62,8 @@ def test_arguments_that_do_not_fit_the_task(shared: World) -> None:
 def test_a_misspelt_filter_does_not_show_everything(shared: World) -> None:
     _problem(shared.client().get("/api/v1/jobs?tenantid=acme"), 422, "INVALID_REQUEST")
     _problem(shared.client().get("/api/v1/jobs?limit=1&limit=2"), 422, "INVALID_REQUEST")
-    _problem(shared.client().get("/api/v1/jobs?cursor=nope"), 404, "NOT_FOUND")
+    for path in ("jobs", "dlq", "approvals", "suspended", "operator-log"):
+        _problem(shared.client().get(f"/api/v1/{path}?cursor=nope"), 422, "INVALID_REQUEST")
 
 
 def test_a_huge_body_is_refused_before_it_is_here(shared: World) -> None:
@@ -174,7 +176,8 @@ def test_another_tenants_things_are_not_there(world: World) -> None:
     assert other.get("/api/v1/dlq/groups").json()["groups"] == []
     assert other.get("/api/v1/suspended").json()["jobs"] == []
     assert other.get("/api/v1/queues").json()["queues"] == []
-    assert other.get("/api/v1/operator-log").json()["lines"] == []
+    # That somebody made a token of this tenant is the tenant's own.
+    assert {line["tenant_id"] for line in other.get("/api/v1/operator-log").json()["lines"]} == {"acme"}
     assert not any(other.get("/internal/tasks/stats").json()["states"].values())
     assert mine.get(f"/api/v1/jobs/{parked}").json()["state"] == "suspended"
 
@@ -189,6 +192,15 @@ def test_the_same_person_cannot_confirm(world: World) -> None:
     _problem(ada.post(f"{path}/confirm"), 403, "FORBIDDEN")
     assert bob.post(f"{path}/confirm").json()["status"] == "discarded"
     _problem(bob.post(f"{path}/replay", json={"reason": "oh"}), 409, "CONFLICT")
+
+
+def test_a_replay_that_would_take_for_ever_is_refused(world: World) -> None:
+    ada = world.client("ada")
+    _run(ada, _submit(ada), "?force_fail=true")
+    wish = {"reason": "slowly", "dry_run": False, "rate_per_s": 1e-9}
+    problem = _problem(ada.post("/api/v1/dlq/replay", json=wish), 409, "CONFLICT")
+    assert "raise the rate" in problem["detail"]
+    assert ada.post("/api/v1/dlq/replay", json=wish | {"rate_per_s": 1}).json()["done"] == 1
 
 
 def test_ids_cannot_break_out_of_a_header(shared: World) -> None:

@@ -213,3 +213,16 @@ def test_metrics_are_for_those_who_see_all(world: World) -> None:
     assert world.client().get("/metrics").status_code == 200
     assert world.client("eve", Role.VIEWER, ("acme",)).get("/metrics").status_code == 403
     assert world.stranger().get("/metrics").status_code == 401
+
+
+def test_names_may_have_slashes(world: World) -> None:
+    client = world.client()
+    job_id = _submit(client, queue="mail/eu")
+    paused = client.post("/api/v1/queues/mail%2Feu/pause", json={"reason": "holidays"})
+    assert (paused.status_code, paused.json()["queue"]) == (200, "mail/eu")
+    assert client.post("/api/v1/queues/mail/eu/pause", json={"reason": "x"}).json()["code"] == "NO_SUCH_PATH"
+    shared = client.post("/api/v1/queues/mail%2feu/tenants/a%2Fb", json={"reason": "fair", "weight": 2}).json()
+    assert shared["tenants"]["a/b"]["weight"] == 2
+    assert client.get(f"/api/v1/jobs/{job_id}?queue=mail/eu").status_code == 200
+    # Twice encoded is another name.
+    assert client.post("/api/v1/queues/mail%252Feu/pause", json={"reason": "x"}).json()["queue"] == "mail%2Feu"

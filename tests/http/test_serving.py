@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,9 +54,29 @@ def test_dev_needs_no_token_and_has_a_link_that_works_once(shell: Shell) -> None
         first = client.get(found.group())
         assert first.status_code == 303
         assert "SameSite=Strict" in first.headers["set-cookie"]
-        assert client.get("/api/v1/jobs", headers=strange).status_code == 200
+        assert client.get("/api/v1/jobs", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+        assert client.get("/api/v1/jobs", headers=strange).status_code == 401
         assert client.get(found.group()).status_code == 404
         assert process.end() == 0
+
+
+def test_who_waits_is_answered_when_the_server_ends(shell: Shell) -> None:
+    """202 with the address, at once: the job is accepted, whatever becomes of this process."""
+    with _served(shell, "sample.py:app", "--dev", "--no-worker") as (process, base), ThreadPoolExecutor(1) as thread:
+        with httpx.Client(base_url=base, timeout=60, trust_env=False) as client:
+            _wait_ready(client)
+            wish = {"task": "slow", "payload": {"seconds": 60}}
+            waiting = thread.submit(client.post, "/api/v1/jobs?wait=60", json=wish)
+            while not shell.json("jobs", "list"):
+                assert not waiting.done()
+            began = time.monotonic()
+            process.end()
+            answer = waiting.result(30)
+        assert answer.status_code == 202
+        assert answer.headers["location"].endswith(answer.json()["job_id"])
+        # Less than the grace time, after which it would be cut off.
+        assert time.monotonic() - began < 9
+        assert "Traceback" not in process.log.read_text()
 
 
 def test_dev_listens_on_loopback_only(shell: Shell) -> None:

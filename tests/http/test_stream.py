@@ -98,8 +98,10 @@ def test_a_stream_goes_on_where_it_broke(world: World) -> None:
 def test_a_place_that_is_gone_is_told_as_a_gap(world: World) -> None:
     for _ in range(2):
         _submit(world.client())
-    with _listening(world.client(), last="no-such-place") as events:
-        assert next(events)["event"] == "gap"
+    # No place at all, and one in the feed of another kind of engine.
+    for last in ("no-such-place", "default=1-2-3.4"):
+        with _listening(world.client(), last=last) as events:
+            assert next(events)["event"] == "gap"
 
 
 def test_a_jobs_stream_is_its_whole_story_and_ends_with_it(world: World) -> None:
@@ -205,3 +207,90 @@ def test_places_are_told_apart() -> None:
     assert places.as_text("a;b", "12-3.4", {"c": "5", "d": ""}) == "a%3Bb=12-3.4;c=5"
     assert places.from_text("x") is None
     assert places.parsed("12-3.4") < places.parsed("12-3.5") < places.parsed("12-3") < places.parsed("12-10.0")
+
+
+def test_a_jobs_stream_waits_for_the_ledger_without_asking_it_again_and_again(
+    redis_url: str, postgres_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while the ledger is behind nor when others' jobs move; and then nothing is missing."""
+    settings: dict[str, Any] = {"ledger": postgres_url, "namespace": namespace}
+    with serving(sample(redis_url, **settings), upkeep=False) as world:
+        client = world.client()
+        job_id = _submit(client)
+        looks: list[str] = []
+        queries = type(world.service.queries)
+        story = queries.story
+
+        async def counted(self: Any, key: Any) -> Any:
+            looks.append(key.job_id)
+            return await story(self, key)
+
+        monkeypatch.setattr(queries, "story", counted)
+        with _listening(world.client(), f"?job_id={job_id}") as events:
+            heard = Listener(Wish(None), lambda: None)
+            world.call(lambda: world.service.hub.join(heard, None))
+            last = [_submit(client) for _ in range(30)][-1]
+            told = b""
+            while last.encode() not in told:
+                told += world.call(lambda: heard.take(5))
+            world.call(lambda: world.service.hub.leave(heard))
+            assert looks == [job_id]
+            # The ledger catches up only now.
+            with serving(sample(redis_url, **settings), worker=True, upkeep=True):
+                assert [event["event"] for event in events] == ["task.created", "task.claimed", "task.succeeded"]
+        # At most once when it had caught up with the beginning, and once for each event.
+        assert set(looks) == {job_id}
+        assert len(looks) <= 1 + 1 + 3
+
+
+def test_those_with_the_same_wish_share_what_is_found_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each event is looked at once for each kind of wish, and not at all for wishes that none of them can be."""
+    asked: list[Wish] = []
+    wants = Wish.wants
+
+    def counted(self: Wish, told: Any) -> bool:
+        asked.append(self)
+        return wants(self, told)
+
+    monkeypatch.setattr(Wish, "wants", counted)
+    mine, others = Wish(None), [Wish(frozenset({f"tenant-{number}"})) for number in range(50)]
+    typed = [Wish(None, types=frozenset({f"task.t{number}"})) for number in range(50)]
+    listeners = [Listener(wish, lambda: None) for wish in [mine] * 50 + others + typed]
+
+    async def tell() -> bytes:
+        hub = Hub(world.service.offices.engine)
+        for listener in listeners:
+            await hub.join(listener, None)
+        await asyncio.to_thread(_submit, client)
+        told = b""
+        while b"task.created" not in told:
+            told += await listeners[0].take(5)
+        for listener in listeners:
+            await hub.leave(listener)
+        return told
+
+    client = world.client()
+    assert b"task.created" in world.call(tell)
+    assert asked == [mine]
+
+
+def test_who_comes_while_the_last_one_leaves_is_told(world: World) -> None:
+    """The one who leaves must not put the hub to rest under the one who waits for it to begin."""
+    _submit(world.client())
+
+    async def meet() -> bytes:
+        hub = Hub(world.service.offices.engine)
+        first, second = (Listener(Wish(None), lambda: None) for _ in range(2))
+        await hub.join(first, None)
+        # As if the tail had only just been started.
+        hub._begun.clear()
+        coming = asyncio.create_task(hub.join(second, None))
+        await asyncio.sleep(0)
+        await hub.leave(first)
+        try:
+            await asyncio.wait_for(coming, 5)
+            return await second.take(5)
+        finally:
+            await hub.leave(second)
+
+    assert b"event: ready" in world.call(meet)

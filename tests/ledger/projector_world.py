@@ -39,7 +39,8 @@ class World:
     """One namespace of a Redis and one ledger. `with` it closes what it opened."""
 
     def __init__(self, redis_url: str, ledger_url: str, namespace: str, **options: Any) -> None:
-        self.settings = Settings.load(url=redis_url, ledger=ledger_url, namespace=namespace)
+        # Without a tail, what is trimmed can be counted.
+        self.settings = Settings.load(url=redis_url, ledger=ledger_url, namespace=namespace, feed_tail=0)
         self.ledger_url = ledger_url
         self._options = options
         self.engine = build_engine(self.settings, SystemClock())

@@ -246,6 +246,37 @@ async def test_made_due_is_a_note_in_the_story(ledger: Ledger, scribe: Scribe) -
     assert (await job(ledger, "j1"))["state"] == "queued"
 
 
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_job_that_was_made_due_waits_for_no_time_any_more(
+    ledger: Ledger, scribe: Scribe, together: bool
+) -> None:
+    feed, later = Feed(), 1_800_000_000_000
+    made = [
+        feed.created("delayed", run_at_ms=later),
+        feed.created("retried"),
+        feed.created("plain"),
+        feed.claimed("plain"),
+    ]
+    made += [feed.claimed("retried")]
+    data = {"code": "E", "message": "m", "next_attempt_at_ms": later}
+    made += [feed.event("retried", _S.RUNNING, _S.RETRYING, 1, 1, data=data)]
+    due = [feed.event(name, None, None, type=EXPEDITED_EVENT) for name in ("delayed", "retried", "plain")]
+    if together:
+        await scribe.write(feed.entry(*made), feed.entry(*due))
+    else:
+        await scribe.write(feed.entry(*made))
+        await scribe.write(feed.entry(*due))
+    columns = "job_id, run_at, next_retry_at, updated_at"
+    found = {row["job_id"]: row for row in await rows(ledger, f"SELECT {columns} FROM jobs")}
+    delayed, retried, plain = (found[name] for name in ("delayed", "retried", "plain"))
+    assert delayed["run_at"] == delayed["updated_at"]
+    assert retried["next_retry_at"] == retried["updated_at"]
+    # What waited for no time still has none.
+    assert [delayed["next_retry_at"], retried["run_at"], plain["run_at"], plain["next_retry_at"]] == [None] * 4
+    await scribe.write(feed.entry(feed.event("delayed", None, None, type=EXPEDITED_EVENT), feed.claimed("delayed")))
+    assert (await job(ledger, "delayed"))["run_at"] == delayed["run_at"]
+
+
 async def test_a_webhook_is_in_the_jobs_row(ledger: Ledger, scribe: Scribe) -> None:
     feed = Feed()
     meta = msgspec.json.encode(Meta(webhook="https://example.com/hook")).decode()

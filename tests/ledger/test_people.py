@@ -14,6 +14,7 @@ from holdfast.core.person import Role
 from holdfast.errors import Conflict, Forbidden, HoldfastError, Unknown
 from holdfast.ledger import schema
 from holdfast.ledger.people import Action, ApprovalStatus, TokenRow
+from holdfast.ledger.port import KeyState, Outcome, Reservation
 from tests.ledger.conftest import AnyLedger
 from tests.ledger.people_world import NOW, ask, bury, log, minutes, rows
 
@@ -412,3 +413,34 @@ async def test_an_alert_is_raised_once_and_cleared_once(any_ledger: AnyLedger) -
         assert not await people.clear_alert("backlog:other", action)
         assert sum(await asyncio.gather(*(people.clear_alert("backlog:q", action) for _ in range(5)))) == 1
     assert len(await log(any_ledger)) == 4
+
+
+# Effects -------------------------------------------------------------------------------------------
+
+
+async def test_one_word_on_an_effect_in_doubt_counts(any_ledger: AnyLedger) -> None:
+    """The key and its line in the log, or neither; who comes second is told."""
+    people, effects = any_ledger.people, any_ledger.effects
+    own: dict[str, Any] = {
+        "function": "f",
+        "fingerprint": "p",
+        "queue": "q",
+        "job_id": "j",
+        "attempt": 1,
+        "worker": "w",
+    }
+    wishes = [Reservation(tenant_id="default", key=key, token=f"of-{key}", **own) for key in ("done", "free")]
+    await effects.reserve(wishes)
+    said = msgspec.structs.replace(DID, type="operator.resolve_effect")
+    done = Outcome(tenant_id="default", key="done", token="of-done", state=KeyState.DONE, value=b"1")
+    won, lost = await race(*(people.resolve_effect(done, said) for _ in range(3)))
+    assert (len(won), {type(error) for error in lost}) == (1, {Conflict})
+    with pytest.raises(Conflict):
+        await people.resolve_effect(msgspec.structs.replace(done, key="free"), said)
+    await people.resolve_effect(msgspec.structs.replace(done, key="free", token="of-free", state=None), said)
+    with pytest.raises(Unknown):
+        await people.resolve_effect(msgspec.structs.replace(done, key="never"), said)
+    kept, freed = await effects.look([("default", "done"), ("default", "free")])
+    assert kept is not None
+    assert (kept.state, kept.value, freed) == (KeyState.DONE, b"1", None)
+    assert [line[:2] for line in await log(any_ledger)] == [("operator.resolve_effect", "ann")] * 2

@@ -137,10 +137,10 @@ def test_a_huge_text_is_cut_first_and_no_half_secret_is_left(end: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["a", "a://b:", "password=", "password='", "-----BEGIN PRIVATE KEY-----", "eyJ", "\\", "secret_"]
+    "piece", ["a", "a://b:", "password=", "password='", "-----BEGIN PRIVATE KEY-----", "eyJ", "-eyJ", "\\", "secret_"]
 )
 def test_no_text_takes_long(piece: str) -> None:
-    text = piece * (32_000 // len(piece))
+    text = piece * (128_000 // len(piece))
     began = time.perf_counter()
     redact(text)
     assert time.perf_counter() - began < 2

@@ -188,7 +188,7 @@ def test_rows_have_the_order_of_their_columns(feed: Feed) -> None:
     draft = _only(assume(feed.life("j1")))
     row = job_row(draft, "q", lambda ms: ms or None)
     assert row[:7] == ("default", "j1", "q", "succeeded", 1, 0, 3)
-    assert row[18:] == ("add", 1, "j1", "t-1", '{"a": 1, "b":2.0}', None, None)
+    assert row[18:] == ("add", 1, "j1", "t-1", '{"a": 1, "b":2.0}', None, None, None)
     draft.seq = 4
     assert [row[3] for row in event_rows([draft], "q", lambda ms: ms)] == [5, 6, 7]
 

@@ -16,8 +16,15 @@ from holdfast.core.states import State
 from holdfast.core.verdict import Answer, DeadLetter, Hold, Succeed
 from holdfast.engine.port import Control, TenantControl
 from holdfast.engine.sqlite.engine import SqliteEngine
+from holdfast.engine.sqlite.store import Place
+from holdfast.engine.sqlite.transaction import Transaction
 from holdfast.errors import ControlChanged, TransitionInvalid
+from holdfast.ledger.embedded import EmbeddedLedger
+from holdfast.settings import Settings
 from holdfast.testing.clock import ManualClock
+from holdfast.upkeep.approvals import Registrar
+from holdfast.upkeep.courier import Courier
+from holdfast.upkeep.replays import Replays
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened, settle, start_one
 
 NOW_MS = ManualClock().now_ms()
@@ -311,3 +318,35 @@ async def drain(engine: SqliteEngine, count: int) -> None:
 async def one_claim(engine: SqliteEngine) -> str:
     (claim,) = await engine.claim("w1", [QUEUE], 1, 0)
     return claim.tenant_id
+
+
+# Upkeep --------------------------------------------------------------------------------------------
+
+
+async def test_upkeep_that_finds_nothing_to_do_keeps_nobody_from_writing(
+    path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    begin = Transaction.begin
+    async with opened(path, clock) as engine:
+        # Open, but neither overdue nor decided.
+        await engine.submit([envelope(hold=True, meta=Meta(ask=ASK))])
+        ledger = EmbeddedLedger(Place(str(path)), clock)
+        registrar, replays = Registrar(engine, ledger), Replays(engine, ledger)
+        courier = Courier(engine, ledger, Settings())
+
+        def counted(transaction: Transaction) -> None:
+            begun.append(1)
+            begin(transaction)
+
+        monkeypatch.setattr(Transaction, "begin", counted)
+        for _ in range(3):
+            await registrar.turn()
+            await replays.turn()
+            await courier.turn()
+        assert begun == []
+        clock.advance(60)
+        await registrar.turn()
+        assert begun
+        await ledger.close()
+    assert approvals(path, "status") == [("expired",)]

@@ -110,6 +110,13 @@ def must_exist(url: str) -> None:
         )
 
 
+def ledger_must_exist(settings: Settings) -> None:
+    """Raise `UsageError` for a ledger file that nobody has made yet."""
+    url = settings.ledger or ""
+    if url.startswith("sqlite:") and not Path(sqlite_path(url)).exists():
+        raise UsageError(f"there is no ledger {Path(sqlite_path(url)).absolute()} yet; no worker has written to it")
+
+
 def command(
     group: typer.Typer, name: str, *, examples: tuple[str, ...]
 ) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:

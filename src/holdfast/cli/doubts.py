@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from holdfast.cli.lookup import actor
 from holdfast.core.job import JobView
+from holdfast.core.person import Person
 from holdfast.core.states import OPERATOR_PREFIX, State
 from holdfast.engine.port import MAX_BATCH, Engine
 from holdfast.errors import EffectInDoubt, TransitionInvalid
@@ -46,7 +46,7 @@ def _as_it_is(row: KeyRow, holder: JobView | None) -> KeyRow:
     return msgspec.structs.replace(row, state=KeyState.IN_DOUBT.value, reason=reason)
 
 
-async def resume_waiting(engine: Engine, queries: Queries, row: KeyRow) -> list[str]:
+async def resume_waiting(engine: Engine, queries: Queries, row: KeyRow, person: Person) -> list[str]:
     """Send every job back to work that is suspended for this key; one that waits for something else stays."""
     resumed = []
     for queue, job_id in dict.fromkeys([(row.queue, row.job_id), *await _suspended(queries, row)]):
@@ -59,7 +59,7 @@ async def resume_waiting(engine: Engine, queries: Queries, row: KeyRow) -> list[
                 queue,
                 job_id,
                 State.QUEUED,
-                actor=actor(),
+                actor=person.name,
                 reason=reason,
                 expected=State.SUSPENDED,
                 audit=f"{OPERATOR_PREFIX}resume",

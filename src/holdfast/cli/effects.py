@@ -13,11 +13,14 @@ from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.doubts import MANY, as_they_are, resume_waiting
 from holdfast.cli.format import number_of
 from holdfast.cli.output import emit_json, emit_rows, note
-from holdfast.clock import SystemClock
+from holdfast.cli.who import at_work
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_TENANT
+from holdfast.core.person import Person, Right
+from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.engine.port import Engine
-from holdfast.errors import InvalidOption, UsageError
+from holdfast.errors import InvalidOption, NoLedger, UsageError
+from holdfast.ledger.people import Action
 from holdfast.ledger.port import KeyState, Ledger, Outcome
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ NotDone = Annotated[bool, typer.Option("--not-done", help="It did not happen, an
 Resume = Annotated[
     bool, typer.Option("--resume/--no-resume", help="Send the jobs back to work that are suspended for it.")
 ]
+Reason = Annotated[str, typer.Option(help="How you know; kept in the log.")]
 Database = Annotated[
     str, typer.Option("--database", metavar="URL", help="postgresql://… or sqlite:///…: a database of your own.")
 ]
@@ -61,8 +65,9 @@ async def list_effects(
     """Effects that are in doubt or under way, the oldest first."""
     if state is not None and state not in (KeyState.RESERVED, KeyState.IN_DOUBT):
         raise InvalidOption(f"--state must be reserved or in_doubt, not {state}")
-    async with _opened(at) as (engine, ledger):
-        found = await as_they_are(engine, await _keyring(ledger).unsettled(tenant, limit=MANY))
+    async with _opened(at) as (engine, ledger, person):
+        keys = [row for row in await _keyring(ledger).unsettled(tenant, limit=MANY) if person.sees(row.tenant_id)]
+        found = await as_they_are(engine, keys)
     rows = [row for row in found if state in (None, row.state)][:limit]
     if as_json:
         emit_json([_document(row) for row in rows])
@@ -74,8 +79,8 @@ async def list_effects(
 @command(effects, "show", examples=("holdfast effects show publish:42", "holdfast effects show publish:42 --json"))
 async def show(at: Connection, key: Key, tenant: Tenant = DEFAULT_TENANT, as_json: AsJson = False) -> None:
     """One key: its state, its result, and whose it is."""
-    async with _opened(at) as (engine, ledger):
-        (row,) = await as_they_are(engine, [await _found(ledger, tenant, key)])
+    async with _opened(at) as (engine, ledger, person):
+        (row,) = await as_they_are(engine, [await _found(ledger, person, tenant, key)])
     if as_json:
         emit_json(_document(row))
         return
@@ -89,7 +94,7 @@ async def show(at: Connection, key: Key, tenant: Tenant = DEFAULT_TENANT, as_jso
     "resolve",
     examples=(
         """holdfast effects resolve publish:42 --done '{"url": "/42"}'""",
-        "holdfast effects resolve publish:42 --not-done",
+        "holdfast effects resolve publish:42 --not-done --reason 'the bank has no such payment'",
     ),
 )
 async def resolve(
@@ -98,18 +103,22 @@ async def resolve(
     done: DoneAs = None,
     not_done: NotDone = False,
     resume: Resume = True,
+    reason: Reason = "",
     tenant: Tenant = DEFAULT_TENANT,
     as_json: AsJson = False,
 ) -> None:
     """Say what became of an effect in doubt, after you have looked. The jobs that are suspended for it go on.
+
+    Your word is in the operators' log.
 
     An effect that is done already keeps its result; with --done the jobs that still wait for it go on.
     """
     if (done is None) == (not not_done):
         raise UsageError("say either --done JSON or --not-done")
     value = None if done is None else _json(done)
-    async with _opened(at) as (engine, ledger):
-        (row,) = await as_they_are(engine, [await _found(ledger, tenant, key)])
+    async with _opened(at) as (engine, ledger, person):
+        (row,) = await as_they_are(engine, [await _found(ledger, person, tenant, key)])
+        person.check(Right.OPERATE)
         was_done = row.state == KeyState.DONE
         if was_done and not_done:
             raise UsageError(
@@ -122,9 +131,9 @@ async def resolve(
             )
         state = None if value is None else KeyState.DONE
         outcome = Outcome(tenant_id=tenant, key=key, token=row.token, state=state, value=value)
-        if not (await ledger.effects.conclude([outcome]))[0]:
-            raise UsageError(f"the effect {key!r} was reserved again in this moment; look at it once more")
-        jobs = await resume_waiting(engine, ledger.queries, row) if resume else []
+        if not was_done:
+            await ledger.people.resolve_effect(outcome, _action(row, person, reason, state, value))
+        jobs = await resume_waiting(engine, ledger.queries, row, person) if resume else []
     if as_json:
         emit_json(
             {
@@ -172,18 +181,12 @@ async def create_table(at: Connection, database: Database, as_json: AsJson = Fal
 
 
 @asynccontextmanager
-async def _opened(at: Connection) -> AsyncIterator[tuple[Engine, Ledger]]:
-    from holdfast.ledger.factory import build_ledger
-
-    async with at.engine() as engine:
-        ledger = build_ledger(at.settings(), engine, SystemClock())
-        if ledger is None:
-            raise InvalidOption("there is no ledger to look into: set HOLDFAST_LEDGER")
-        try:
-            await ledger.open()
-            yield engine, ledger
-        finally:
-            await ledger.close()
+async def _opened(at: Connection) -> AsyncIterator[tuple[Engine, Ledger, Person]]:
+    async with at_work(at) as (offices, person):
+        if offices.ledger is None:
+            raise NoLedger("an effect")
+        person.check(Right.READ)
+        yield offices.engine, offices.ledger, person
 
 
 def _keyring(ledger: Ledger) -> Keyring:
@@ -192,8 +195,23 @@ def _keyring(ledger: Ledger) -> Keyring:
     return Keyring(ledger.queries.engine)
 
 
-async def _found(ledger: Ledger, tenant: str, key: str) -> KeyRow:
-    row = await _keyring(ledger).find(tenant, key)
+def _action(row: KeyRow, person: Person, reason: str, state: KeyState | None, value: bytes | None) -> Action:
+    after = {"state": None if state is None else state.value, "job_id": row.job_id}
+    return Action(
+        type=f"{OPERATOR_PREFIX}resolve_effect",
+        actor=person.name,
+        tenant_id=row.tenant_id,
+        target="effect",
+        target_id=row.key,
+        queue=row.queue,
+        reason=reason,
+        before={"state": row.state, "reason": row.reason},
+        after=after if value is None else after | {"value": decode_json(value, "the result")},
+    )
+
+
+async def _found(ledger: Ledger, person: Person, tenant: str, key: str) -> KeyRow:
+    row = await _keyring(ledger).find(tenant, key) if person.sees(tenant) else None
     if row is None:
         raise UsageError(f"tenant {tenant!r} has no effect under the key {key!r}; see `holdfast effects list`")
     return row

@@ -63,7 +63,7 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
     queries = both.remembered()
     live = await both.live(job_id, queue)
     try:
-        job = await queries.job(job_id, tenant, queue)
+        job = await both.row(job_id, tenant, queue)
     except UnknownJob:
         if live is None or tenant not in (None, live.tenant_id):
             raise

@@ -22,6 +22,7 @@ from holdfast.core.states import FINAL, State
 from holdfast.core.story import BrokenStory, fold
 from holdfast.errors import InvalidOption, UnknownJob
 from holdfast.people.operating import Operating
+from holdfast.people.scope import scope
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -107,6 +108,7 @@ async def list_jobs(
             states=frozenset(state or ()),
             job_type=job_type,
             tenant_id=tenant,
+            tenants=scope(both.person),
             queues=frozenset(queue or ()),
             since=None if since is None else when(since, "--since", now_ms),
             until=None if until is None else when(until, "--until", now_ms),
@@ -184,7 +186,8 @@ async def count_jobs(
     On PostgreSQL the successes are an estimate (marked ~) once there are more than 100,000; all else is exact.
     """
     async with stores(at) as both:
-        counts = await both.remembered().counts(tenant, queue, exact=exact)
+        both.remembered()
+        counts = await both.counts(tenant, queue, exact=exact)
     if as_json:
         emit_json(counts_document(counts))
         return
@@ -358,7 +361,7 @@ async def _whole(both: Stores, job_id: str, tenant: str | None, queue: str | Non
             raise UnknownJob(job_id)
         return live, None
     try:
-        row = await both.queries.job(job_id, tenant, queue or (live.queue if live is not None else None))
+        row = await both.row(job_id, tenant, queue or (live.queue if live is not None else None))
     except UnknownJob:
         if live is None:
             raise

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.redact import redact
+
+#: Between two columns of a table.
+_GAP: Final = 2
+#: Narrower than this, text is not readable any more.
+_TEXT_WIDTH: Final = 24
 
 
 def on_terminal() -> bool:
@@ -38,12 +45,17 @@ def emit_json_line(document: Any) -> None:
 
 
 def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, empty: str) -> None:
-    """A table for a person; a header and tab-separated lines for a pipe; a note if there is nothing."""
+    """A table for a person (or, where it would have to break ids and numbers, an entry for each row); a header and
+    tab-separated lines for a pipe; a note if there is nothing."""
     if not rows:
         note(empty)
         return
     if on_terminal():
-        console().print(as_table(columns, rows))
+        screen = console()
+        if _fits(columns, rows, screen.width):
+            screen.print(as_table(columns, rows))
+        else:
+            _print_cards(screen, columns, rows)
         return
     print("\t".join(columns))
     for row in rows:
@@ -58,6 +70,20 @@ def as_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, ti
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _fits(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int) -> bool:
+    """Whether the table can be shown with nothing broken but the text in its last column."""
+    *names, text = (max(map(cell_len, map(str, column))) for column in zip(columns, *rows, strict=True))
+    return sum(names) + _GAP * len(names) + min(text, _TEXT_WIDTH) <= width
+
+
+def _print_cards(screen: Console, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
+    for first, *others in rows:
+        screen.print(Text(str(first), style="bold"), soft_wrap=True)
+        told = [(name, cell) for name, cell in zip(columns[1:], others, strict=True) if str(cell)]
+        line = Text(" · ").join(Text.assemble((f"{name} ", "dim"), cell) for name, cell in told)
+        screen.print(Padding(line, (0, 0, 0, 2)))
 
 
 def note(message: str) -> None:

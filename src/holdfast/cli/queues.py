@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import typer
 
 from holdfast.cli.command import AsJson, Connection, Queues, command
-from holdfast.cli.output import emit_json, emit_rows
+from holdfast.cli.output import emit_json, emit_rows, on_terminal
 from holdfast.cli.who import at_work
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port import Control, TenantControl
@@ -36,8 +37,10 @@ async def list_queues(at: Connection, queue: Queues = None, as_json: AsJson = Fa
     if as_json:
         emit_json([_document(view) for view in found])
         return
-    columns = ("queue", *(state.value for state in _OPEN), "delayed", "workers", "dead letters", "control")
-    emit_rows(columns, [_row(view) for view in found], empty="no queue has ever had a job here")
+    # A person wants to see what there is; a program counts on every column.
+    shown = [state for state in _OPEN if not on_terminal() or any(view.states.get(state) for view in found)]
+    columns = ("queue", *(state.value for state in shown), "delayed", "workers", "dead letters", "control")
+    emit_rows(columns, [_row(view, shown) for view in found], empty="no queue has ever had a job here")
 
 
 @command(
@@ -184,10 +187,10 @@ def _document(view: QueueView) -> dict[str, Any]:
     }
 
 
-def _row(view: QueueView) -> tuple[str, ...]:
+def _row(view: QueueView, shown: Sequence[State]) -> tuple[str, ...]:
     return (
         view.queue,
-        *(str(view.states.get(state, 0)) for state in _OPEN),
+        *(str(view.states.get(state, 0)) for state in shown),
         *("–" if value is None else str(value) for value in (view.delayed, view.workers, view.dead_letters)),
         _words(view.control),
     )

@@ -125,9 +125,13 @@ async def _check_tokens(app: Holdfast) -> None:
             _log.warning("whether there is a token could not be found out: %s", exc)
             return
         if not any(offices.tokens.state(row) == "valid" for row in rows):
+            # An app may name its stores itself, which the program that makes the token does not know.
+            stores = [f"HOLDFAST_URL={app.settings.url}"]
+            stores += [f"HOLDFAST_LEDGER={app.settings.ledger}"] if app.settings.ledger is not None else []
             raise UsageError(
                 "there is no valid token, so nobody could use this server; make one with "
-                "`holdfast token create NAME --role admin --all-tenants`, or serve yourself with --dev"
+                f"`{redact(' '.join(stores))} holdfast token create NAME --role admin --all-tenants`, "
+                "or serve yourself with --dev"
             )
 
 

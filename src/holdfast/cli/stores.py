@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.cli.command import Connection
+from holdfast.cli.command import Connection, ledger_must_exist
 from holdfast.cli.lookup import find_job
+from holdfast.cli.who import who
 from holdfast.core.job import JobView
-from holdfast.engine.factory import sqlite_path
+from holdfast.core.person import Person
+from holdfast.core.states import State
 from holdfast.engine.port import Engine
-from holdfast.errors import InvalidOption, UnknownJob, UsageError
+from holdfast.errors import InvalidOption, UnknownJob
 from holdfast.ledger.factory import build_ledger
 from holdfast.settings import Settings
 
 if TYPE_CHECKING:
     # Its queries load SQLAlchemy, which a look at Redis alone does not need.
     from holdfast.ledger.queries import Queries
+    from holdfast.ledger.records import Counts, JobDetail
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Stores:
     settings: Settings
     engine: Engine
     queries: Queries | None
+    #: Who looks: what is of other tenants is not there.
+    person: Person
 
     def remembered(self) -> Queries:
         """The ledger's queries. Raises `InvalidOption` if there is no ledger."""
@@ -41,30 +45,52 @@ class Stores:
     async def live(self, job_id: str, queue: str | None) -> JobView | None:
         """The job as the engine has it, if it does."""
         try:
-            return await find_job(self.engine, job_id, queue)
+            return await find_job(self.engine, job_id, queue, self.person)
         except UnknownJob:
             return None
+
+    def tenants(self, named: str | None) -> list[str | None]:
+        """Whom to ask the ledger about: the tenant that was named, if there is one for this person, or each of theirs;
+        None is all."""
+        if named is not None:
+            return [named] if self.person.sees(named) else []
+        return [None] if self.person.sees_all else [*sorted(self.person.tenants)]
+
+    async def row(self, job_id: str, tenant: str | None, queue: str | None) -> JobDetail:
+        """The job as the ledger has it. Raises `UnknownJob`, also for one of another tenant."""
+        for one in self.tenants(tenant):
+            try:
+                return await self.remembered().job(job_id, one, queue)
+            except UnknownJob:
+                continue
+        raise UnknownJob(job_id)
+
+    async def counts(self, tenant: str | None, queue: str | None, *, exact: bool) -> Counts:
+        """Jobs by state, of whom this person sees."""
+        from holdfast.ledger.records import Counts
+
+        states: dict[State, int] = dict.fromkeys(State, 0)
+        estimated: frozenset[State] = frozenset()
+        for one in self.tenants(tenant):
+            part = await self.remembered().counts(one, queue, exact=exact)
+            estimated |= part.estimated
+            for state, count in part.states.items():
+                states[state] += count
+        return Counts(states, estimated)
 
 
 @asynccontextmanager
 async def stores(at: Connection) -> AsyncIterator[Stores]:
-    """Engine and ledger of this command line. A look makes neither."""
+    """Engine and ledger of this command line, for who works at it. A look makes neither."""
     settings = at.settings()
     async with at.engine() as engine:
         ledger = build_ledger(settings, engine)
         if ledger is None:
-            yield Stores(settings, engine, None)
+            yield Stores(settings, engine, None, await who(settings, None))
             return
-        must_be_there(settings)
+        ledger_must_exist(settings)
         await ledger.open()
         try:
-            yield Stores(settings, engine, ledger.queries)
+            yield Stores(settings, engine, ledger.queries, await who(settings, ledger))
         finally:
             await ledger.close()
-
-
-def must_be_there(settings: Settings) -> None:
-    """Raise `UsageError` for a ledger file that nobody has made yet."""
-    url = settings.ledger or ""
-    if url.startswith("sqlite:") and not Path(sqlite_path(url)).exists():
-        raise UsageError(f"there is no ledger {Path(sqlite_path(url)).absolute()} yet; no worker has written to it")

@@ -11,14 +11,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from holdfast.cli.command import Connection, must_exist
-from holdfast.cli.stores import must_be_there
+from holdfast.cli.command import Connection, ledger_must_exist, must_exist
+from holdfast.clock import SystemClock
 from holdfast.core.person import ALL_TENANTS, Person, Role
 from holdfast.errors import NoLedger
 from holdfast.offices import Offices
 
 if TYPE_CHECKING:
-    from holdfast.app import Holdfast
+    from holdfast.ledger.port import Ledger
+    from holdfast.settings import Settings
 
 
 @asynccontextmanager
@@ -33,22 +34,24 @@ async def at_work(
     app = at.some_app(reference)
     if not make:
         must_exist(app.settings.url)
-        must_be_there(app.settings)
+        ledger_must_exist(app.settings)
     await app.open()
     try:
         offices = Offices.of(app)
-        yield offices, await who(app, offices)
+        yield offices, await who(app.settings, app.ledger_port)
     finally:
         await app.close()
 
 
-async def who(app: Holdfast, offices: Offices) -> Person:
+async def who(settings: Settings, ledger: Ledger | None) -> Person:
     """The person of the token in the settings, else an unproven one of this machine. Raises `Unauthorized`."""
-    if app.settings.token is None:
+    if settings.token is None:
         return local_person()
-    if offices.ledger is None:
+    if ledger is None:
         raise NoLedger("a token (HOLDFAST_TOKEN)")
-    return await offices.tokens.verify(app.settings.token.get_secret_value())
+    from holdfast.people.tokens import Tokens
+
+    return await Tokens(ledger, SystemClock()).verify(settings.token.get_secret_value())
 
 
 def local_person() -> Person:

@@ -20,6 +20,7 @@ from holdfast.dlq.difference import Change, difference
 from holdfast.dlq.many import DEFAULT_RATE, Progress, Report, Result, do_all, silent
 from holdfast.engine.port import Engine
 from holdfast.errors import (
+    Conflict,
     EngineUnavailable,
     HoldfastError,
     IntakeRefused,
@@ -147,16 +148,28 @@ class Letters:
         return await self._many(person, wanted, LetterStatus.OPEN, act, dry_run, rate_per_s, progress)
 
     async def carry_on(self, limit: int = 100) -> int:
-        """Hand in what is marked and was left behind; how many. Those that the engine refuses are tried again later."""
-        count = 0
-        for row in await self._people.unsubmitted_replays(limit):
-            try:
-                await self._engine.submit([await self._envelope(row)])
-            except IntakeRefused:
-                continue
-            await self._people.submitted([row])
-            count += 1
-        return count
+        """Hand in what is marked and was left behind, so many at a time; how many. Those that the engine refuses are
+        tried again later, and hinder no others."""
+        count, last = 0, None
+        while True:
+            rows = await self._people.unsubmitted_replays(limit, last)
+            for row in rows:
+                count += await self._hand_in(row)
+            if len(rows) < limit:
+                return count
+            last = rows[-1]
+
+    async def _hand_in(self, row: ReplayRow) -> bool:
+        try:
+            (receipt,) = await self._engine.submit([await self._envelope(row)])
+            _check_own(row, receipt)
+        except IntakeRefused:
+            return False
+        except Conflict as exc:
+            await self._abandon(row.actor, row, exc)
+            return False
+        await self._people.submitted([row])
+        return True
 
     # Away with it ----------------------------------------------------------------------------------
 
@@ -212,7 +225,7 @@ class Letters:
             [letter.tenant_id], letter.dlq_id, person=person.name, reason=reason, payload=payload, expected=expected
         )
         try:
-            await self._desk.submit(await self._envelope(row))
+            _check_own(row, await self._desk.submit(await self._envelope(row)))
         except EngineUnavailable as exc:
             # Nobody knows whether it got there. The mark stays, and the same job is handed in again.
             raise EngineUnavailable(
@@ -222,20 +235,20 @@ class Letters:
             raise
         except HoldfastError as exc:
             # Refused: by a guard, by a queue that takes nothing. Then nobody must hand it in later.
-            await self._abandon(person, row, exc)
+            await self._abandon(person.name, row, exc)
             raise
         await self._people.submitted([row])
         return Replayed(
             dlq_id=row.dlq_id, tenant_id=row.tenant_id, queue=row.queue, job_id=row.new_job_id, number=row.number
         )
 
-    async def _abandon(self, person: Person, row: ReplayRow, why: HoldfastError) -> None:
+    async def _abandon(self, actor: str, row: ReplayRow, why: HoldfastError) -> None:
         await self._people.abandon_replay(row)
         await self._people.record(
             [
                 Action(
                     type=f"{OPERATOR_PREFIX}dlq_replay_refused",
-                    actor=person.name,
+                    actor=actor,
                     tenant_id=row.tenant_id,
                     target="dlq",
                     target_id=row.dlq_id,
@@ -264,6 +277,8 @@ class Letters:
                 max_retries=first.max_retries,
                 webhook=first.webhook,
                 replay=Replay(row.dlq_id, row.job_id, row.idempotency_key),
+                # It is their wish, edited or not: where a guard wants it approved, by somebody else.
+                submitted_by=row.actor,
             ),
         )
 
@@ -341,6 +356,14 @@ class _EngineDesk:
 
 #: Marks in the ledger burden nobody else.
 _FAST: Final = 10_000.0
+
+
+def _check_own(row: ReplayRow, receipt: Receipt) -> None:
+    """A replay's key can be guessed: if another job has it, the letter has not become a job, and must not be gone."""
+    if receipt.job_id != row.new_job_id:
+        raise Conflict(
+            f"the key of this replay is taken by job {receipt.job_id}, which somebody has submitted under it; try again"
+        )
 
 
 def _narrowed(person: Person, wanted: LetterFilter) -> LetterFilter:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.routing import Route
 
 from holdfast._version import __version__
 from holdfast.app import Holdfast
@@ -15,6 +14,7 @@ from holdfast.http import routes as _routes  # noqa: F401 - registers the operat
 from holdfast.http.dispatch import Endpoint, nothing_here
 from holdfast.http.openapi import document
 from holdfast.http.operation import OPERATIONS, Operation
+from holdfast.http.place import Place
 from holdfast.http.service import Service
 
 
@@ -53,7 +53,7 @@ def create_api(
     by_path: dict[str, dict[str, Operation]] = {}
     for operation in OPERATIONS:
         by_path.setdefault(operation.path, {})[operation.method] = operation
-    api.router.routes[:] = [Route(path, Endpoint(service, each)) for path, each in by_path.items()]
+    api.router.routes[:] = [Place(path, Endpoint(service, each)) for path, each in by_path.items()]
     api.router.redirect_slashes = False
     api.router.default = nothing_here
     return api

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from holdfast.http.asgi import Receive, Reply, Scope, Send
 from holdfast.http.operation import Call, Operation
 from holdfast.http.problems import CONTENT_TYPE, MethodNotAllowed, NoSuchPath, problem_of
-from holdfast.http.reading import QueryReader, decode_body, read_body
+from holdfast.http.reading import QueryReader, check_headers, decode_body, read_body
 from holdfast.http.wire import NoQuery
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Endpoint:
             person.check(operation.right)
         if operation.all_tenants:
             person.check_all_tenants(operation.summary)
+        check_headers(scope, operation.headers)
         query = (operation.reader or _NO_QUERY).read(scope.get("query_string", b""))
         body = None
         if operation.decoder is not None:

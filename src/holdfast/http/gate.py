@@ -1,12 +1,14 @@
 """Who is at the door: a token's person, or, in dev mode on loopback, whoever sits at this machine.
 
 In dev mode programs need no token. A browser does need to have come in by the one-time link: otherwise any page that is
-open in it could use the API.
+open in it could use the API; and it is believed for pages of this very server only, since to browsers all ports of this
+machine are one site. Whatever came from elsewhere, or through a proxy, is not from this machine.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import secrets
 from http.cookies import CookieError, SimpleCookie
 from typing import Final, Protocol
@@ -16,8 +18,10 @@ from holdfast.errors import Unauthorized, Unknown
 from holdfast.http.asgi import Scope, header
 
 _COOKIE: Final = "holdfast_dev"
-_NEEDED: Final = "send a valid token: `Authorization: Bearer hf_…` (`holdfast token create` makes one)"
+#: In words that no redaction takes for a secret.
+_NEEDED: Final = "no valid token came with this; send one as a bearer token (`holdfast token create` makes one)"
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+_BY_PROXY: Final = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
 
 
 class Tokens(Protocol):
@@ -80,8 +84,10 @@ class DevGate(Gate):
         name = host[0] if host[2].isdecimal() and host[0] else "".join(host)
         if name not in _LOOPBACK:
             raise Unauthorized("the dev server is asked by the names 127.0.0.1 and localhost only")
+        if not _is_near(scope):
+            raise Unauthorized("the dev server is for this machine, without a proxy in between; elsewhere use tokens")
         from_browser = header(scope, b"sec-fetch-site") is not None or header(scope, b"origin") is not None
-        if from_browser and not self._has_session(scope):
+        if from_browser and not (_is_own_page(scope) and self._has_session(scope)):
             raise Unauthorized("come in by the link that the dev server printed when it started")
         return self._you
 
@@ -91,3 +97,20 @@ class DevGate(Gate):
         except CookieError:
             return False
         return cookie is not None and hmac.compare_digest(cookie.value.encode(), self._session.encode())
+
+
+def _is_near(scope: Scope) -> bool:
+    """Whether the other end is on this machine, and speaks for itself."""
+    client = scope.get("client")
+    try:
+        near = client is not None and ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
+    return near and not any(header(scope, name) is not None for name in _BY_PROXY)
+
+
+def _is_own_page(scope: Scope) -> bool:
+    """Whether a browser asks for a page of this server, or for whoever typed the address."""
+    if header(scope, b"sec-fetch-site") not in (None, "same-origin", "none"):
+        return False
+    return header(scope, b"origin") in (None, f"{scope.get('scheme', 'http')}://{header(scope, b'host')}")

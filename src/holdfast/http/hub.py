@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -20,9 +21,9 @@ from holdfast.core.backoff import Backoff
 from holdfast.core.job import Event
 from holdfast.core.states import FINAL, OPERATOR_PREFIX
 from holdfast.engine.port import Engine, FeedEntry
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineUnavailable, InvalidOption
 from holdfast.http import places
-from holdfast.http.places import NOWHERE, Position, parsed
+from holdfast.http.places import NOWHERE, Cover, Position, parsed
 from holdfast.http.wire import event_of_feed
 
 _log: Final = logging.getLogger("holdfast.http")
@@ -33,8 +34,11 @@ RING: Final = 10_000
 BACKLOG: Final = 256
 _PAGE: Final = 200
 _WAIT_MS: Final = 1_000
-#: Events are told in groups, at most so often: with hundreds of listeners each group costs a wake-up for each of them.
+#: Events are told in groups, at most so often; with hundreds of listeners each group costs a wake-up for each of them,
+#: so that groups then become larger and fewer.
 _TURN_S: Final = 0.05
+_WAKE_UP_S: Final = 0.001
+_TURN_AT_MOST_S: Final = 0.5
 #: New queues are looked for this often.
 _QUEUES_S: Final = 1.0
 #: Names of tasks that are remembered, of jobs that are open.
@@ -66,24 +70,59 @@ class Wish(msgspec.Struct, frozen=True):
         )
 
 
+class Batch:
+    """Events that are told at once, and what there is among them: most wishes need not look at each."""
+
+    def __init__(self, told: Sequence[Told]) -> None:
+        self._told = told
+        self._tenants = {each.event.tenant_id for each in told}
+        self._queues = {each.queue for each in told}
+        self._types = {each.event.type for each in told}
+        self._tasks = {each.task for each in told}
+
+    def wanted(self, wish: Wish, cover: Cover | None) -> bytes:
+        """What this wish gets, encoded."""
+        if (
+            (wish.tenants is not None and wish.tenants.isdisjoint(self._tenants))
+            or (wish.queues and wish.queues.isdisjoint(self._queues))
+            or (wish.types and wish.types.isdisjoint(self._types))
+            or (wish.tasks and wish.tasks.isdisjoint(self._tasks))
+        ):
+            return b""
+        return b"".join([each.encoded(cover) for each in self._told if wish.wants(each)])
+
+
 class Told:
     """An event at its place in the stream, encoded when somebody first wants it."""
 
-    __slots__ = ("_encoded", "at", "event", "place", "queue", "task")
+    __slots__ = ("_covered", "_encoded", "_entry", "_others", "at", "event", "queue", "task")
 
-    def __init__(self, queue: str, event: Event, at: Position, place: str) -> None:
+    def __init__(self, queue: str, event: Event, at: Position, entry: str, others: Mapping[str, str]) -> None:
         self.queue = queue
         self.event = event
         self.at = at
-        self.place = place
         self.task = ""
+        self._entry = entry
+        self._others = others
         self._encoded: bytes | None = None
+        self._covered: bytes | None = None
+
+    def encoded(self, cover: Cover | None) -> bytes:
+        """As it goes over the wire, its place under a cover for those who may not know of every queue."""
+        if cover is not None:
+            if self._covered is None:
+                self._covered = self._encode(cover.hide(self._place))
+            return self._covered
+        if self._encoded is None:
+            self._encoded = self._encode(self._place)
+        return self._encoded
 
     @property
-    def encoded(self) -> bytes:
-        if self._encoded is None:
-            self._encoded = encode(self.place, self.event.type, event_of_feed(self.queue, self.event))
-        return self._encoded
+    def _place(self) -> str:
+        return places.as_text(self.queue, f"{self._entry}.{self.at[-1]}", self._others)
+
+    def _encode(self, place: str) -> bytes:
+        return encode(place, self.event.type, event_of_feed(self.queue, self.event))
 
 
 def encode(place: str, kind: str, event: msgspec.Struct) -> bytes:
@@ -109,24 +148,38 @@ class Listener:
     def tell(self, chunk: bytes) -> None:
         if len(self._chunks) < BACKLOG:
             self._chunks.append(chunk)
-            self._bell.set()
+            self.ring()
         elif not self.over:
             self.over = True
             _log.warning("an event stream is ended: its client does not read")
             self.let_go()
 
-    def end(self) -> None:
-        self.over = True
+    def hear(self, told: Told, cover: Cover | None) -> None:
+        """An event of the one job that this one follows."""
+        self.tell(told.encoded(cover))
+
+    def ring(self) -> None:
+        """There is something to take, or to look for."""
         self._bell.set()
 
-    async def take(self, wait_s: float) -> bytes:
-        """All that waits; nothing if nothing came for so long."""
+    async def rung(self, wait_s: float) -> bool:
+        """Whether it rang, now or within so long."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._bell.wait()
         except TimeoutError:
-            return b""
+            return False
         self._bell.clear()
+        return True
+
+    def end(self) -> None:
+        self.over = True
+        self.ring()
+
+    async def take(self, wait_s: float) -> bytes:
+        """All that waits; nothing if nothing came for so long."""
+        if not await self.rung(wait_s):
+            return b""
         taken = b"".join(self._chunks)
         self._chunks.clear()
         return taken
@@ -135,8 +188,10 @@ class Listener:
 class Hub:
     """Tails the feeds for all listeners of one process."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, key: bytes = b"") -> None:
+        """`key`: what places are covered with; processes with the same one know each other's."""
         self._engine = engine
+        self._cover = Cover(key or secrets.token_bytes(32))
         self._listeners: dict[Wish, set[Listener]] = {}
         #: Those who follow one job, by its id: hundreds of them must not each be asked about every event.
         self._followers: dict[str, set[Listener]] = {}
@@ -146,6 +201,8 @@ class Hub:
         #: Where the ring begins for each queue: whoever has heard everything up to there finds the rest in it.
         self._floor: dict[str, Position] = {}
         self._tasks: dict[str, str] = {}
+        #: How many are about to join.
+        self._coming = 0
         self._tailing: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
         self._look_at = 0.0
@@ -166,7 +223,9 @@ class Hub:
 
     async def join(self, listener: Listener, last_event_id: str | None) -> None:
         """Tell this listener everything from now on, and first what came after its last event."""
-        place = places.from_text(last_event_id) if last_event_id else None
+        cover = self._cover_for(listener.wish)
+        text = cover.show(last_event_id) if cover is not None and last_event_id else last_event_id
+        place = places.from_text(text) if text else None
         lost = last_event_id is not None and place is None
         if self._tailing is None:
             self._ring.clear()
@@ -175,11 +234,17 @@ class Hub:
             self._begun.clear()
             self._look_at = 0.0
             self._tailing = asyncio.create_task(self._tail(), name="holdfast-http-hub")
-        await self._begun.wait()
-        listener.tell(READY if place is not None else self._begin() + (GAP if lost else b""))
-        if place is not None:
-            await self._catch_up(listener, place)
-        self._group(listener).add(listener)
+        # Whoever leaves meanwhile must not put the hub to rest.
+        self._coming += 1
+        try:
+            await self._begun.wait()
+            listener.tell(READY if place is not None else self._begin(cover) + (GAP if lost else b""))
+            if place is not None:
+                await self._catch_up(listener, place)
+            self._group(listener).add(listener)
+        finally:
+            self._coming -= 1
+            await self._rest_if_alone()
 
     async def leave(self, listener: Listener) -> None:
         """Nothing more for this one. When nobody is left the hub rests."""
@@ -188,7 +253,10 @@ class Hub:
         if not group:
             self._listeners.pop(listener.wish, None)
             self._followers.pop(listener.wish.job_id or "", None)
-        if not self._listeners and not self._followers:
+        await self._rest_if_alone()
+
+    async def _rest_if_alone(self) -> None:
+        if not self._listeners and not self._followers and not self._coming:
             await self._rest()
 
     def _group(self, listener: Listener) -> set[Listener]:
@@ -197,9 +265,19 @@ class Hub:
             return self._followers.setdefault(wish.job_id, set())
         return self._listeners.setdefault(wish, set())
 
-    def _begin(self) -> bytes:
+    def position(self, queue: str) -> Position:
+        """Up to where this feed has been read: whoever has joined hears of everything after it."""
+        at, _ = self._at.get(queue, ("", ""))
+        return parsed(at) if at else NOWHERE
+
+    def _cover_for(self, wish: Wish) -> Cover | None:
+        return None if wish.tenants is None else self._cover
+
+    def _begin(self, cover: Cover | None) -> bytes:
         """Where a stream begins: whoever loses the connection before the first event can go on from here."""
         place = places.everywhere({name: at for name, (at, _) in self._at.items()})
+        if place and cover is not None:
+            place = cover.hide(place)
         return (f"id: {place}\n".encode() if place else b"") + READY
 
     async def _rest(self) -> None:
@@ -221,8 +299,8 @@ class Hub:
                 told = [each for queue in list(self._at) for each in await self._read_on(queue)]
                 if told:
                     await self._name(told)
-                    self._publish(told)
-                    await asyncio.sleep(_TURN_S)
+                    woken = self._publish(told)
+                    await asyncio.sleep(min(_TURN_S + woken * _WAKE_UP_S, _TURN_AT_MOST_S))
                 else:
                     await self._wait()
                 backoff.reset()
@@ -276,13 +354,13 @@ class Hub:
 
     def _told(self, queue: str, entry: FeedEntry) -> list[Told]:
         others = {name: at for name, (at, _) in self._at.items()}
-        told = []
-        for index, event in enumerate(entry.events):
+        numbers = parsed(entry.position)[:-1]
+        return [
+            Told(queue, event, (*numbers, index), entry.position, others)
+            for index, event in enumerate(entry.events)
             # The operators' log is not a job's story.
-            if not event.type.startswith(OPERATOR_PREFIX):
-                at = f"{entry.position}.{index}"
-                told.append(Told(queue, event, parsed(at), places.as_text(queue, at, others)))
-        return told
+            if not event.type.startswith(OPERATOR_PREFIX)
+        ]
 
     async def _name(self, told: Sequence[Told]) -> None:
         """The task of each event, which only a job's first one tells; asked for only if somebody wants to know."""
@@ -312,21 +390,25 @@ class Hub:
 
     # Telling -----------------------------------------------------------------------------------------
 
-    def _publish(self, told: Sequence[Told]) -> None:
+    def _publish(self, told: Sequence[Told]) -> int:
+        """Tell everybody who wants it; how many there were."""
         self._ring.extend(told)
         while len(self._ring) > RING:
             gone = self._ring.popleft()
             self._floor[gone.queue] = gone.at
+        batch, woken = Batch(told), 0
         for wish, group in list(self._listeners.items()):
-            chunk = b"".join([each.encoded for each in told if wish.wants(each)])
-            if chunk:
+            if chunk := batch.wanted(wish, self._cover_for(wish)):
+                woken += len(group)
                 for listener in list(group):
                     listener.tell(chunk)
         if self._followers:
             for each in told:
                 for listener in list(self._followers.get(each.event.job_id, ())):
                     if listener.wish.wants(each):
-                        listener.tell(each.encoded)
+                        woken += 1
+                        listener.hear(each, self._cover_for(listener.wish))
+        return woken
 
     async def _catch_up(self, listener: Listener, place: Mapping[str, str]) -> None:
         """What came after the place: from the feeds up to where the ring begins, then from the ring."""
@@ -336,7 +418,11 @@ class Hub:
         for queue, floor in list(self._floor.items()):
             seen = place.get(queue, "")
             if (parsed(seen) if seen else NOWHERE) < floor and (not wish.queues or queue in wish.queues):
-                found, complete = await self._history(queue, seen, floor)
+                try:
+                    found, complete = await self._history(queue, seen, floor)
+                except InvalidOption:
+                    # A position of another engine's: what came after it, nobody can say.
+                    found, complete = [], False
                 older += found
                 # The ring went on meanwhile; it must not have left what was read behind.
                 whole = whole and complete and self._floor.get(queue) == floor
@@ -344,7 +430,8 @@ class Hub:
         newer = [told for told in self._ring if told.at > _seen(place, told.queue)]
         if not whole:
             listener.tell(GAP)
-        missed = b"".join([told.encoded for told in (*older, *newer) if wish.wants(told)])
+        cover = self._cover_for(wish)
+        missed = b"".join([told.encoded(cover) for told in (*older, *newer) if wish.wants(told)])
         if missed:
             listener.tell(missed)
 

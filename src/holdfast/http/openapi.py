@@ -11,10 +11,12 @@ from pydantic import BaseModel
 
 from holdfast._version import __version__
 from holdfast.app import Holdfast
-from holdfast.errors import EngineUnavailable, Forbidden, HoldfastError, Unauthorized
+from holdfast.errors import Forbidden, HoldfastError, Unauthorized
+from holdfast.http.examples import example_of
 from holdfast.http.operation import Answer, Operation
 from holdfast.http.problems import (
     CONTENT_TYPE,
+    DOWN,
     TITLES,
     BadRequest,
     BodyTooLarge,
@@ -42,8 +44,9 @@ def document(operations: Sequence[Operation], app: Holdfast | None = None) -> di
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, schemas)
     components = dict(schemas.components)
-    if app is not None and app.tasks:
-        for name in _SUBMISSIONS:
+    for name in _SUBMISSIONS:
+        components[name] = components[name] | {"not": {"required": ["delay_s", "run_at"]}}
+        if app is not None and app.tasks:
             components[name] = _with_tasks(components[name], app, components)
     return {
         "openapi": "3.1.0",
@@ -100,8 +103,10 @@ def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
 
 def _path_parameters(operation: Operation) -> list[dict[str, Any]]:
     schema = {"type": "string", "pattern": ID_PATTERN}
-    names = _PARAMETER.findall(operation.path)
-    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+    return [
+        {"name": name, "in": "path", "required": True, "schema": schema, "example": example_of(schema, {}, name)}
+        for name in _PARAMETER.findall(operation.path)
+    ]
 
 
 def _query_parameters(operation: Operation, schemas: _Schemas) -> list[dict[str, Any]]:
@@ -141,7 +146,7 @@ def _headers(operation: Operation) -> list[dict[str, Any]]:
 
 def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     responses = {str(status): _answer(answer, schemas) for status, answer in operation.answers.items()}
-    errors: list[type[HoldfastError]] = [*operation.errors, EngineUnavailable, *_usual_errors(operation)]
+    errors: list[type[HoldfastError]] = [*operation.errors, *_usual_errors(operation)]
     by_status: dict[int, list[str]] = {}
     for error in errors:
         codes = by_status.setdefault(status_of(error), [])
@@ -155,7 +160,7 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
 def _usual_errors(operation: Operation) -> list[type[HoldfastError]]:
     errors: list[type[HoldfastError]] = [Unprocessable]
     if operation.right is not None:
-        errors += [Unauthorized, Forbidden]
+        errors += [Unauthorized, Forbidden, *DOWN]
     if operation.body is not None:
         errors += [BadRequest, BodyTooLarge, UnsupportedMediaType]
     return errors
@@ -164,9 +169,12 @@ def _usual_errors(operation: Operation) -> list[type[HoldfastError]]:
 def _answer(answer: Answer, schemas: _Schemas) -> dict[str, Any]:
     described: dict[str, Any] = {"description": answer.description}
     if answer.kind is not None or answer.content_type != "application/json":
-        content: dict[str, Any] = {"schema": {"type": "string"} if answer.kind is None else schemas.of(answer.kind)}
+        schema = {"type": "string"} if answer.kind is None else schemas.of(answer.kind)
+        content: dict[str, Any] = {"schema": schema}
         if answer.example is not None:
             content["example"] = answer.example
+        else:
+            content["example"] = example_of(schema, schemas.components)
         described["content"] = {answer.content_type: content}
     if answer.headers:
         described["headers"] = {
@@ -182,17 +190,23 @@ def _answer(answer: Answer, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _problem(operation: Operation, status: int, codes: Sequence[str], schemas: _Schemas) -> dict[str, Any]:
-    example = {
-        "type": f"urn:holdfast:problem:{codes[0].lower().replace('_', '-')}",
-        "title": TITLES[status],
-        "status": status,
-        "detail": "what is wrong, and what to do",
-        "code": codes[0],
-        "instance": operation.path,
+    told = {"properties": {"status": {"const": status}, "code": {"enum": list(codes)}}}
+    examples = {
+        code: {
+            "value": {
+                "type": f"urn:holdfast:problem:{code.lower().replace('_', '-')}",
+                "title": TITLES[status],
+                "status": status,
+                "detail": "what is wrong, and what to do",
+                "code": code,
+                "instance": operation.path,
+            }
+        }
+        for code in codes
     }
     described: dict[str, Any] = {
         "description": f"{TITLES[status]}: {', '.join(codes)}",
-        "content": {CONTENT_TYPE: {"schema": schemas.of(Problem), "example": example}},
+        "content": {CONTENT_TYPE: {"schema": {"allOf": [schemas.of(Problem), told]}, "examples": examples}},
     }
     names = ["Retry-After"] if status in _WAIT else ["WWW-Authenticate"] if status == 401 else []
     if names:

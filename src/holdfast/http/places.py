@@ -2,10 +2,16 @@
 
 As text, which is an event's id: `queue=position;queue=position;…`, names quoted, the event's own queue first with the
 event's number within its entry after a dot. Positions are numbers, joined as the engine likes.
+
+That names every queue and tells how far it has come. Who is not of every tenant gets the same under a `Cover`.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
+import hmac
 from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote, unquote
@@ -15,6 +21,9 @@ Position = tuple[int, ...]
 #: Before everything.
 NOWHERE: Final[Position] = ()
 _WHOLE: Final = 1 << 62
+_TAG: Final = 16
+#: Texts are filled up to a multiple of it: their length must not count queues.
+_BLOCK: Final = 96
 
 
 def parsed(position: str) -> Position:
@@ -54,3 +63,36 @@ def from_text(text: str) -> dict[str, str] | None:
     except ValueError:
         return None
     return place
+
+
+class Cover:
+    """Makes a place unreadable for whoever gets it, and knows it again when it comes back, in every process that has
+    the same key. What was made up, or changed, is not taken."""
+
+    def __init__(self, key: bytes) -> None:
+        self._tag_key = hmac.digest(key, b"holdfast.place.tag", "sha256")
+        self._text_key = hmac.digest(key, b"holdfast.place.text", "sha256")
+
+    def hide(self, place: str) -> str:
+        """The place, covered; the same one always looks the same."""
+        text = place.encode()
+        text += b" " * (-len(text) % _BLOCK)
+        tag = self._tag(text)
+        return base64.urlsafe_b64encode(tag + self._turned(tag, text)).decode()
+
+    def show(self, covered: str) -> str | None:
+        """The place; None if this is none that was covered with our key."""
+        try:
+            raw = base64.urlsafe_b64decode(covered.encode())
+        except (binascii.Error, ValueError):
+            return None
+        tag, text = raw[:_TAG], self._turned(raw[:_TAG], raw[_TAG:])
+        return text.decode().rstrip() if hmac.compare_digest(tag, self._tag(text)) else None
+
+    def _tag(self, text: bytes) -> bytes:
+        return hmac.digest(self._tag_key, text, "sha256")[:_TAG]
+
+    def _turned(self, tag: bytes, text: bytes) -> bytes:
+        """With a key stream of its own for every text, since its tag is one: there and back."""
+        stream = hashlib.shake_256(self._text_key + tag).digest(len(text))
+        return bytes(one ^ other for one, other in zip(text, stream, strict=True))

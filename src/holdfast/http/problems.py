@@ -123,6 +123,15 @@ _TABLE: Final[tuple[tuple[type[errors.HoldfastError], int, str], ...]] = (
     (errors.Unavailable, 503, "something this needs is down; try again"),
 )
 
+#: What any operation that looks at jobs may meet.
+DOWN: Final = (
+    errors.EngineUnavailable,
+    errors.EngineRefused,
+    errors.LedgerUnavailable,
+    errors.SchemaMismatch,
+    errors.NoLedger,
+)
+
 TITLES: Final = {
     400: "Malformed request",
     401: "Not authenticated",

@@ -7,6 +7,7 @@ it is parsed. Unknown fields and unknown parameters are refused: a filter that w
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl
 
@@ -20,10 +21,19 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 #: Deeper JSON than this is nobody's arguments.
 MAX_DEPTH: Final = 64
-_STRINGS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+#: Also one that does not end, so that no quote inside of it is taken for the start of another: always one pass.
+_STRINGS: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+
+def check_headers(scope: Scope, known: Mapping[str, tuple[str, str]]) -> None:
+    """Header parameters, by name with description and pattern: those that are there must fit."""
+    for name, (_, pattern) in known.items():
+        text = header(scope, name.lower().encode())
+        if text is not None and not re.fullmatch(pattern, text):
+            raise Unprocessable(f"the header {name} does not fit: it must match {pattern}")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

@@ -1,7 +1,8 @@
-"""One job, run here and now, as a worker would: leased, renewed, judged, settled (requirement H3).
+"""One job, run here and now, as a worker would: leased, shown to the guards, renewed, judged, settled (requirement H3).
 
 For trying out and for tests; off unless switched on. The due time is ignored, nothing else is: a job that is not
-queued or retrying is refused as an illegal move, and a lease that is lost meanwhile ends the run.
+queued or retrying is refused as an illegal move, a guard's no or question ends the run before it begins, and so does a
+lease that is lost meanwhile. Whatever came of a job that was taken is in the operators' log.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from holdfast.core.verdict import TASK_ERROR, TASK_FATAL, Answer, Kind, OnExhaus
 from holdfast.effects.tools import Tools
 from holdfast.engine.port import Control, Engine
 from holdfast.errors import StaleLease, UnknownJob
+from holdfast.ledger.people import Action
 from holdfast.ledger.port import Ledger
 from holdfast.worker.plan import Policy
 from holdfast.worker.renewer import Listener, Renewer
@@ -48,14 +50,37 @@ class Bench:
         engine = self._app.engine
         worker = f"http-{actor}-{uuid4().hex[:8]}"
         claim = await engine.take(worker, view.queue, view.job_id)
+        after: JobView | None = None
         try:
             if force_fail or transient_fail:
                 await self._fail(engine, claim, _FATAL if force_fail else _TRANSIENT)
             else:
                 await self._perform(engine, claim)
+            after = await self._after(engine, view)
         finally:
-            await engine.leave(worker, [view.queue])
-        return await self._after(engine, view)
+            # However it ended: the job was taken.
+            try:
+                await engine.leave(worker, [view.queue])
+            finally:
+                how = "force_fail" if force_fail else "transient_fail" if transient_fail else ""
+                await self._remember(view, after, actor, how)
+        return after
+
+    async def _remember(self, view: JobView, after: JobView | None, actor: str, how: str) -> None:
+        if (ledger := self._app.ledger_port) is None:
+            return
+        action = Action(
+            type="operator.run",
+            actor=actor,
+            tenant_id=view.tenant_id,
+            target="job",
+            target_id=view.job_id,
+            queue=view.queue,
+            reason=how,
+            before={"state": view.state},
+            after={} if after is None else {"state": after.state},
+        )
+        await ledger.people.record([action])
 
     async def _fail(self, engine: Engine, claim: Claim, outcome: Raised) -> None:
         plan = self._app.plans.get(claim.task)
@@ -88,7 +113,8 @@ class Bench:
             lease_s=settings.visibility_timeout_s,
             payload_limit=settings.payload_limit,
         )
-        runner = Runner(self._app.plans, settler, held, 1, tools=tools)
+        gate = self._app.gate(self._app.ledger_port)
+        runner = Runner(self._app.plans, settler, held, 1, tools=tools, gate=gate)
         runner.set_engine_time(await engine.now_ms())
         interval_s = settings.heartbeat_interval_s
         renewer = Renewer(engine.sibling(), [claim.queue], held, interval_s, _Ears(runner, held))

@@ -68,9 +68,10 @@ class HttpServer(uvicorn.Server):
         """Take no new requests, finish. A second call does not wait."""
         self.force_exit = self.should_exit
         self.should_exit = True
-        # Streams have no end of their own.
+        # Streams have no end of their own, and requests with `?wait=` would outlast the grace time.
         service: Service | None = getattr(self._api.state, "service", None)
         if service is not None:
+            service.ending.set()
             self._ending = asyncio.get_running_loop().create_task(service.end_streams())
 
     @contextmanager

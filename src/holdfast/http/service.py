@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from typing import Any, Final
+
+import msgspec
 
 from holdfast.app import Holdfast
 from holdfast.core.backoff import Backoff
@@ -23,8 +26,10 @@ from holdfast.http.hub import Hub
 from holdfast.http.openapi import document
 from holdfast.http.operation import OPERATIONS
 from holdfast.http.running import Bench
+from holdfast.http.tides import Tides
 from holdfast.ledger.queries import Queries
 from holdfast.offices import Offices
+from holdfast.settings import Settings
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.postman import delivering
 from holdfast.worker.worker import Worker
@@ -48,13 +53,16 @@ class Service:
         self.app = app
         self.body_limit = settings.http_body_limit
         self.run_endpoint = settings.run_endpoint if run_endpoint is None else run_endpoint
-        self.metrics_open = settings.metrics_open or dev
+        self.metrics_open = settings.metrics_open
         self.gate: Gate = (DevGate if dev else Gate)(self)
         self.worker = Worker(app, queues=queues_of(app), upkeep=upkeep) if worker else None
         self._with_upkeep = upkeep and not worker
         self._offices: Offices | None = None
+        #: The process is about to end: whoever waits is told now what there is.
+        self.ending = asyncio.Event()
         self._opened = asyncio.Event()
         self._hub: Hub | None = None
+        self._tides: Tides | None = None
         self._documents: dict[bool, dict[str, Any]] = {}
 
     # What handlers ask for ---------------------------------------------------------------------------
@@ -78,8 +86,18 @@ class Service:
     def hub(self) -> Hub:
         """Where event streams come from."""
         if self._hub is None:
-            self._hub = Hub(self.offices.engine)
+            self._hub = Hub(self.offices.engine, _key_of(self.app.settings))
         return self._hub
+
+    @property
+    def tides(self) -> Tides:
+        """Who waits for the ledger to follow the feeds. Raises `NoLedger`."""
+        if self._tides is None:
+            ledger = self.offices.ledger
+            if ledger is None:
+                raise NoLedger("the story of a job")
+            self._tides = Tides(ledger.projection)
+        return self._tides
 
     @cached_property
     def bench(self) -> Bench:
@@ -100,6 +118,8 @@ class Service:
         """Streams have no end of their own: whoever stops the server ends them."""
         if self._hub is not None:
             await self._hub.close()
+        if self._tides is not None:
+            await self._tides.close()
 
     async def verify(self, text: str) -> Person:
         """Whose token it is (see `people.tokens`)."""
@@ -118,7 +138,7 @@ class Service:
         finally:
             await self.end_streams()
             await self._end(helpers)
-            self._offices = self._hub = None
+            self._offices = self._hub = self._tides = None
             await self.app.close()
 
     async def _open(self) -> None:
@@ -156,6 +176,13 @@ class Service:
         for task in helpers:
             task.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
+
+
+def _key_of(settings: Settings) -> bytes:
+    """What all processes of this deployment know, and no caller: where the stores are, with their passwords."""
+    secret = settings.webhook_secret
+    known = [settings.url, settings.ledger or "", settings.namespace, secret.get_secret_value() if secret else ""]
+    return hashlib.sha256(msgspec.json.encode(known)).digest()
 
 
 def queues_of(app: Holdfast) -> list[str]:

@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from holdfast.core.job import Event, Failure, JobView, Priority
 from holdfast.core.states import State
+from holdfast.ledger import cursors, listing, paging
 from holdfast.ledger.records import EventRow, JobRow
 
 #: Queues, tenants, tasks: printable ASCII without blanks and braces.
@@ -20,14 +21,35 @@ NAME_PATTERN: Final = r"^[!-z|~]{1,200}$"
 KEY_PATTERN: Final = r"^[!-~]{1,255}$"
 #: Job ids and others: anything that fits into a path.
 ID_PATTERN: Final = r"^[!-~]{1,200}$"
+#: Not only blanks: spelt out, since programs differ in what a blank is.
+VISIBLE_PATTERN: Final = r"[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]"
 LAST_EVENT_PATTERN: Final = r"^[!-~]{0,8000}$"
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, examples=["default"])]
 Key = Annotated[str, Meta(pattern=KEY_PATTERN, examples=["order-17"])]
-Reason = Annotated[str, Meta(min_length=1, max_length=2_000, examples=["the customer called"])]
+Reason = Annotated[str, Meta(pattern=VISIBLE_PATTERN, max_length=2_000, examples=["the customer called"])]
 Limit = Annotated[int, Meta(ge=1, le=1_000)]
-Cursor = Annotated[str, Meta(min_length=1, max_length=2_000, description="As the page before gave it.")]
+Cursor = Annotated[
+    str,
+    Meta(
+        pattern=cursors.pattern_of(paging.CURSOR_NAMES),
+        max_length=4_000,
+        description="As the page before gave it.",
+        examples=[cursors.written(1_790_000_000_000_000, "01a1e0a3", "acme")],
+    ),
+]
+JobCursor = Annotated[
+    str,
+    Meta(
+        pattern=cursors.pattern_of(listing.CURSOR_NAMES),
+        max_length=4_000,
+        description="As the page before gave it.",
+        examples=[cursors.written(1_790_000_000_000_000, "01a1e0a3", "default", "acme")],
+    ),
+]
 Text = Annotated[str, Meta(min_length=1, max_length=1_000)]
+#: What a field must be: empty as well, as answers have it where there is none.
+Exactly = Annotated[str, Meta(max_length=1_000)]
 WebhookUrl = Annotated[
     str,
     Meta(
@@ -77,7 +99,7 @@ class Submission(Request, frozen=True, kw_only=True):
     priority: PriorityName | UnsetType = UNSET
     #: At the earliest so long from now …
     delay_s: Annotated[float, Meta(ge=0, le=31_536_000)] | UnsetType = UNSET
-    #: … or then. The later of the two counts if both are given.
+    #: … or then; not both.
     run_at: Annotated[datetime, Meta(tz=True)] | UnsetType = UNSET
     trace_id: Key | UnsetType = UNSET
     context: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
@@ -186,6 +208,7 @@ class PageQuery(Request, frozen=True, kw_only=True):
 class JobQuery(PageQuery, frozen=True, kw_only=True):
     """Which jobs. Everything given must hold."""
 
+    cursor: JobCursor | None = None
     state: tuple[State, ...] = ()
     queue: tuple[Name, ...] = ()
     task: Name | None = None
@@ -193,8 +216,8 @@ class JobQuery(PageQuery, frozen=True, kw_only=True):
     since: Annotated[datetime, Meta(tz=True, description="Created then or later.")] | None = None
     until: Annotated[datetime, Meta(tz=True, description="Created before.")] | None = None
     error: Annotated[Text, Meta(description="Text in the last error, in any case.")] | None = None
-    trace_id: Text | None = None
-    idempotency_key: Text | None = None
+    trace_id: Exactly | None = None
+    idempotency_key: Exactly | None = None
 
 
 class JobPage(msgspec.Struct, frozen=True, kw_only=True):

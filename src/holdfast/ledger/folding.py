@@ -22,7 +22,15 @@ from uuid import NAMESPACE_URL, uuid5
 import msgspec
 
 from holdfast.core.job import Attempt, Event, Failure, Meta, Priority
-from holdfast.core.states import FINAL, FORKED_EVENT, OPERATOR_PREFIX, RESTORED_EVENT, State, event_for
+from holdfast.core.states import (
+    EXPEDITED_EVENT,
+    FINAL,
+    FORKED_EVENT,
+    OPERATOR_PREFIX,
+    RESTORED_EVENT,
+    State,
+    event_for,
+)
 from holdfast.core.verdict import by_operator
 from holdfast.ledger.text import clean
 
@@ -92,6 +100,8 @@ class Draft(msgspec.Struct, eq=False):
     result: str | None = None
     run_at_ms: int = 0
     next_retry_at_ms: int = 0
+    #: When it was made due before its time; what the ledger has of that time is over then. 0: it was not.
+    expedited_at_ms: int = 0
     dlq_id: str | None = None
     letter: Event | None = None
     #: It was told to wait for people in this batch.
@@ -238,6 +248,8 @@ def _apply(draft: Draft, event: Event) -> None:
     draft.events.append(event)
     to_state = event.to_state
     if to_state is None:
+        if event.type == EXPEDITED_EVENT and not draft.ended:
+            _expedite(draft, event.at_ms)
         return
     draft.state = to_state
     draft.at_ms = event.at_ms
@@ -256,6 +268,12 @@ def _apply(draft: Draft, event: Event) -> None:
         return
     if event.type != FORKED_EVENT:
         _move(draft, event, to_state, event.data or {})
+
+
+def _expedite(draft: Draft, at_ms: int) -> None:
+    draft.expedited_at_ms = draft.at_ms = at_ms
+    draft.run_at_ms = min(draft.run_at_ms, at_ms)
+    draft.next_retry_at_ms = min(draft.next_retry_at_ms, at_ms)
 
 
 def _move(draft: Draft, event: Event, to_state: State, data: Mapping[str, Any]) -> None:

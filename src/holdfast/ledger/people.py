@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from holdfast.core.person import Role
+
+if TYPE_CHECKING:
+    from holdfast.ledger.port import Outcome
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +162,11 @@ class People(Protocol):
         """The engine has been told of these, or there is nobody left to tell."""
         ...
 
+    async def undeliver(self, queue: str, since_ms: int) -> int:
+        """The engine may have forgotten what it was told of these in so many milliseconds: it is to be told again.
+        Returns how many."""
+        ...
+
     # Dead letters
 
     async def request_discard(self, tenants: Sequence[str] | None, dlq_id: str, *, person: str, reason: str) -> None:
@@ -202,6 +210,15 @@ class People(Protocol):
 
     async def submitted(self, replays: Sequence[ReplayRow]) -> None:
         """These have been handed in."""
+        ...
+
+    # Effects
+
+    async def resolve_effect(self, outcome: Outcome, action: Action) -> None:
+        """A person's word on an effect in doubt: done with a result, or free again.
+
+        Raises `Unknown` if there is no such key, `Conflict` if it was reserved or settled meanwhile.
+        """
         ...
 
     # The operators' log and alerts

@@ -162,6 +162,15 @@ def changed_row(draft: Draft, instant: AsInstant) -> Row:
     )
 
 
+def expedited_rows(drafts: Iterable[Draft], instant: AsInstant) -> list[Row]:
+    """Of known jobs that were made due: tenant, id, when."""
+    return [
+        (draft.tenant_id, draft.job_id, instant(draft.expedited_at_ms))
+        for draft in drafts
+        if draft.expedited_at_ms and draft.creation is None
+    ]
+
+
 def letter_row(draft: Draft, job_type: str, story: Iterable[Event], instant: AsInstant) -> Row:
     """Of a dead letter, with every attempt that the ledger knows of (requirements D2, Y6): tenant, job id, dlq id,
     error code, error, stack, retries, history, failed at, acknowledged at, fingerprint."""

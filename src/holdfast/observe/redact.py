@@ -56,7 +56,8 @@ _AUTHORIZATION: Final = re.compile(r"(?P<name>authorization\\?[\"']?\s{0,3}[:=,]
 _BEARER: Final = re.compile(r"\b(?P<name>bearer|basic)\s{1,3}(?=[^\s]*[\d=._-])[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 _OWN_TOKEN: Final = re.compile(r"\b(?P<name>hf_[0-9A-Za-z]{1,64}_)[0-9A-Za-z_-]{4,}")
 _AWS_KEY: Final = re.compile(rf"\b(?:{'|'.join(_AWS_STEMS)})[0-9A-Z]{{16}}\b")
-_JWT: Final = re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?")
+#: Never from within a word of its own characters: each such start would be looked at to the word's end.
+_JWT: Final = re.compile(r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?")
 
 
 def _named_values(names: Iterable[str]) -> re.Pattern[str]:

@@ -39,7 +39,7 @@ _TENANT_LIMIT: Final = 200
 _LONGEST: Final = timedelta(days=36_500)
 #: Compared with where there is no token of that id, so that this takes as long.
 _NO_HASH: Final = "0" * 64
-_REFUSED: Final = "no valid token: it is missing, mistyped, expired or revoked; ask an admin for one"
+_REFUSED: Final = "no valid token; it is missing, mistyped, expired or revoked: ask an admin for one"
 
 
 class Tokens:

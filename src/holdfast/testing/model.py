@@ -260,6 +260,8 @@ class Model:
         assert (claim.meta.consents or {}) == job.consents
         job.state, job.attempt = State.RUNNING, claim.attempt
         job.due_at, job.perhaps_in_line, job.taken_back, job.asleep_until = None, False, False, 0
+        # One that was taken before its time does not go back to waiting for it.
+        job.run_at = min(job.run_at, self.now)
         job.lease, job.expires_at = claim.lease, self.now + VISIBILITY_MS
 
     def _bury(self, job: ModelJob) -> None:

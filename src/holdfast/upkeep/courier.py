@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import msgspec
-
 from holdfast.core.job import Envelope, new_job_ids
 from holdfast.engine.port import MAX_BATCH, Engine
 from holdfast.errors import FeedUnread, LedgerUnavailable
@@ -21,6 +19,7 @@ from holdfast.settings import Settings
 from holdfast.upkeep.admission import Patience, admit
 from holdfast.upkeep.loop import forever
 from holdfast.webhooks.messages import QUEUE, TASK, Delivery, Subscribers, of_alert, of_approval, of_job
+from holdfast.webhooks.seal import sealed
 
 if TYPE_CHECKING:
     from holdfast.ledger.port import Ledger
@@ -40,6 +39,7 @@ class Courier:
     def __init__(self, engine: Engine, ledger: Ledger, settings: Settings, random: Random | None = None) -> None:
         self._engine = engine
         self._ledger = ledger
+        self._settings = settings
         self._subscribers = Subscribers(settings.webhooks)
         self._patience = Patience()
         self._random = random or Random()
@@ -86,7 +86,7 @@ class Courier:
 
     async def _hand_in(self, deliveries: Sequence[Delivery]) -> None:
         ids = new_job_ids(len(deliveries))
-        envelopes = [_envelope(job_id, delivery) for job_id, delivery in zip(ids, deliveries, strict=True)]
+        envelopes = [self._envelope(job_id, delivery) for job_id, delivery in zip(ids, deliveries, strict=True)]
         for start in range(0, len(envelopes), MAX_BATCH):
             await self._submit(envelopes[start : start + MAX_BATCH])
 
@@ -98,20 +98,13 @@ class Courier:
             await admit(self._engine, self._ledger, exc.queue, self._patience)
             await self._engine.submit(envelopes)
 
-
-def _envelope(job_id: str, delivery: Delivery) -> Envelope:
-    payload = {
-        "url": delivery.url,
-        "webhook_id": delivery.webhook_id,
-        "event": delivery.type,
-        "body": delivery.body,
-    }
-    return Envelope(
-        job_id=job_id,
-        task=TASK,
-        payload=msgspec.json.encode(payload),
-        queue=QUEUE,
-        tenant_id=delivery.tenant_id,
-        idempotency_key=delivery.webhook_id,
-        trace_id=delivery.trace_id,
-    )
+    def _envelope(self, job_id: str, delivery: Delivery) -> Envelope:
+        return Envelope(
+            job_id=job_id,
+            task=TASK,
+            payload=sealed(self._settings, delivery),
+            queue=QUEUE,
+            tenant_id=delivery.tenant_id,
+            idempotency_key=delivery.webhook_id,
+            trace_id=delivery.trace_id,
+        )

@@ -56,6 +56,8 @@ _TRIM_S: Final = 1.0
 _LETTERS_S: Final = 5.0
 #: A ledger that does not answer must not hold up the end.
 _GIVE_BACK_S: Final = 1.0
+#: How far back people's answers are told again to an engine that has woken up as it was some time ago.
+_FORGOTTEN_MS: Final = 24 * 3_600_000
 
 
 class Projector:
@@ -385,6 +387,8 @@ class Projector:
             track.at.position,
         )
         await admit(self._engine, self._ledger, track.queue)
+        # Jobs may wait again for answers that the engine had been told. Before the position moves, which ends the fork.
+        await self._ledger.people.undeliver(track.queue, _FORGOTTEN_MS)
         if self._forked is not None:
             self._forked(track.queue)
 

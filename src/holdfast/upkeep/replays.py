@@ -33,7 +33,7 @@ class Replays:
         await forever("replays", self.turn)
 
     async def turn(self) -> float:
-        """One batch; how long to pause."""
+        """All that is found; how long to pause."""
         try:
             count = await self._letters.carry_on(_BATCH)
         except LedgerUnavailable as exc:
@@ -41,4 +41,4 @@ class Replays:
             count = 0
         if count:
             _log.warning("finished %d replays of dead letters that were left half-way", count)
-        return 0.0 if count == _BATCH else _PAUSE_S * self._random.uniform(0.8, 1.2)
+        return _PAUSE_S * self._random.uniform(0.8, 1.2)

@@ -16,6 +16,7 @@ from holdfast.engine.port import Engine
 from holdfast.ledger.port import Ledger
 from holdfast.settings import Settings
 from holdfast.webhooks.messages import QUEUE, TASK
+from holdfast.webhooks.seal import opened
 from holdfast.webhooks.sending import Resolve, Sender, look_up
 from holdfast.worker.plan import Plan, Policy
 from holdfast.worker.worker import Worker
@@ -111,10 +112,11 @@ class _PostOffice:
     async def open(self) -> None:
         """Its owner has."""
 
-    async def _deliver(self, url: str, webhook_id: str, event: str, body: str) -> dict[str, Any]:
+    async def _deliver(self, url: str, webhook_id: str, event: str, body: str, seal: str = "") -> dict[str, Any]:
         counts = self.engine.counts
         try:
-            status = await self._sender.send(url, webhook_id, body.encode())
+            address = opened(self.settings, url, webhook_id, event, body, seal)
+            status = await self._sender.send(address, webhook_id, body.encode())
         except Exception:
             counts.webhooks_failed += 1
             raise

@@ -10,7 +10,7 @@ from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Envelope, Priority, Re
 from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_FULL, INTAKE_PAUSED, MAX_BATCH
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import ConnectionLost, Purpose
-from holdfast.engine.redis.keys import Keys
+from holdfast.engine.redis.keys import PARKING, Keys
 from holdfast.engine.redis.store import Store
 from holdfast.errors import FeedFull, FeedUnread, IntakeLimited, IntakeRefused
 
@@ -46,7 +46,7 @@ class Intake:
         names += key_names
         durable = [position for position, envelope in enumerate(envelopes, 1) if envelope.durable]
         arguments = [store.nonce(), store.feed_limit, options.feed_max_bytes, len(envelopes), width, wire.pack(jobs)]
-        arguments += (int(options.ledger), wire.pack(durable) if durable else b"", store.names.group)
+        arguments += (int(options.ledger), wire.pack(durable) if durable else b"", store.names.group, PARKING)
         lanes = store.lanes(queue).for_submission({envelope.tenant_id for envelope in envelopes})
         call = partial(store.run_on_lines, Purpose.SUBMIT, "submit", queue, names, arguments, lanes)
         try:

@@ -22,6 +22,8 @@ from holdfast.errors import TransitionInvalid, UnknownJob
 _MAX_BLOCK_MS: Final = 5_000
 #: A worker holds at most about this many leases; what lies beyond is found at the next look.
 _RESUME_LIMIT: Final = 10_000
+#: Looks at retries that are due, of `MAX_BATCH` each, before it is another call's turn.
+_RETAKE_PAGES: Final = 20
 
 
 class Leases:
@@ -239,14 +241,27 @@ class Leases:
         return list(zip(reply[1::5], reply[2::5], reply[3::5], reply[4::5], reply[5::5], strict=True))
 
     async def retake(self, worker: str, queue: str, limit: int) -> list[Claim]:
-        """Retries of one queue that wait in the pending list and are due."""
+        """Retries of one queue that wait in the pending list and are due.
+
+        Those of a tenant that has no place stay, so the look goes on behind them: there may be others' among them.
+        """
         store, keys = self._store, self._store.keys(queue)
-        _, _, due = await store.run(Purpose.OTHER, "due", queue, [keys.waiting], [limit])
-        if not due:
-            return []
+        claims: list[Claim] = []
+        passed = 0
+        for _ in range(_RETAKE_PAGES):
+            _, _, due = await store.run(Purpose.OTHER, "due", queue, [keys.waiting], [MAX_BATCH, passed])
+            taken = await self._retake(worker, queue, due, limit - len(claims)) if due else []
+            claims += taken
+            passed += len(due) - len(taken)
+            if len(due) < MAX_BATCH or len(claims) >= limit:
+                break
+        return claims
+
+    async def _retake(self, worker: str, queue: str, due: Sequence[bytes], limit: int) -> list[Claim]:
+        store, keys = self._store, self._store.keys(queue)
         names = [*keys.streams, keys.feed, keys.control, keys.waiting, keys.wake, keys.lanes]
         names += [keys.job(job_id.decode()) for job_id in due]
-        arguments = [store.names.group, worker, store.nonce(), store.feed_limit, PARKING, len(due), *due]
+        arguments = [store.names.group, worker, store.nonce(), store.feed_limit, PARKING, len(due), limit, *due]
         lanes = store.lanes(queue).all()
         reply = await store.run_on_lines(Purpose.OTHER, "retake", queue, names, arguments, lanes)
         if reply[0] == b"paused":

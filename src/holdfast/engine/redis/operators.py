@@ -59,10 +59,13 @@ class Operators:
             if not looked:
                 raise UnknownJob(job_id)
             view = view_of_reply(queue, job_id, looked)
-            log = hand.log(view.next_attempt_at_ms, 0, "job", job_id)
+            now_ms = await store.now_ms()
+            before = {"state": view.state.value, "next_attempt_at_ms": view.next_attempt_at_ms}
+            log = hand.log(before, before | {"next_attempt_at_ms": now_ms}, "job", job_id)
+            told = {"actor": hand.actor, "reason": hand.reason, "next_attempt_at_ms": now_ms}
             arguments = [store.nonce(), store.feed_limit, job_id, looked[0].partition(b"\n")[0]]
             arguments += (view.attempt, view.meta.retry_count, EXPEDITED_EVENT)
-            arguments.append(msgspec.json.encode({"actor": hand.actor, "reason": hand.reason}))
+            arguments.append(msgspec.json.encode(told))
             arguments += (hand.audit, msgspec.json.encode(log), view.tenant_id)
             names = [keys.job(job_id), keys.delayed, keys.retry, keys.waiting, keys.feed, keys.control, keys.notices]
             word = await store.run(Purpose.OTHER, "expedite", queue, names, arguments)

@@ -128,7 +128,7 @@ class Readers:
             feed_entries=entries,
             feed_share=size / self._store.options.feed_max_bytes,
             dead_letters=letters,
-            backlog=in_line,
+            backlog=in_line - parked,
             pending=pending,
             tenants=_by_tenant(seats, backlogs),
         )

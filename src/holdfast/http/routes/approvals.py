@@ -12,8 +12,7 @@ from holdfast.core.person import Right
 from holdfast.errors import ApprovalVoid, Conflict, Forbidden, Unknown
 from holdfast.http.asgi import Reply
 from holdfast.http.operation import Answer, Call, Decorator, operation
-from holdfast.http.paging import paged
-from holdfast.http.wire import JobEvent, Name, PageQuery, Request, Text, event_of_row, plain
+from holdfast.http.wire import Exactly, JobEvent, Name, PageQuery, Request, event_of_row, plain
 from holdfast.ledger.deeds import ApprovalFilter, LogFilter, LogRow
 from holdfast.ledger.people import ApprovalRow, ApprovalStatus
 from holdfast.people.scope import scope
@@ -76,7 +75,7 @@ class ApprovalQuery(PageQuery, frozen=True, kw_only=True):
     status: tuple[ApprovalStatus, ...] = ()
     task: Name | None = None
     queue: tuple[Name, ...] = ()
-    job_id: Text | None = None
+    job_id: Exactly | None = None
     since: Annotated[datetime, Meta(tz=True)] | None = None
     until: Annotated[datetime, Meta(tz=True)] | None = None
 
@@ -112,9 +111,9 @@ class LogQuery(PageQuery, frozen=True, kw_only=True):
     """Which lines."""
 
     type: tuple[Name, ...] = ()
-    actor: Text | None = None
+    actor: Exactly | None = None
     target: Name | None = None
-    target_id: Text | None = None
+    target_id: Exactly | None = None
     queue: tuple[Name, ...] = ()
     since: Annotated[datetime, Meta(tz=True)] | None = None
     until: Annotated[datetime, Meta(tz=True)] | None = None
@@ -134,10 +133,10 @@ class LogQuery(PageQuery, frozen=True, kw_only=True):
                 "approval": ("getApproval", _FIRST),
                 "approve": ("approve", _FIRST),
                 "reject": ("reject", _FIRST),
+                "next": ("listApprovals", {"cursor": "$response.body#/cursor"}),
             },
         )
     },
-    errors=(Unknown,),
 )
 async def list_approvals(call: Call) -> Reply:
     """List questions to people, newest first."""
@@ -150,9 +149,7 @@ async def list_approvals(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    page = await paged(
-        query.cursor, call.service.offices.approvals.list(call.person, wanted, query.limit, query.cursor)
-    )
+    page = await call.service.offices.approvals.list(call.person, wanted, query.limit, query.cursor)
     return Reply(Approvals(approvals=[Approval(**_fields(row)) for row in page.approvals], cursor=page.cursor))
 
 
@@ -204,8 +201,13 @@ async def reject(call: Call) -> Reply:
     "listOperatorLog",
     tag=_TAG,
     query=LogQuery,
-    answers={200: Answer("A page, newest first.", OperatorLog)},
-    errors=(Unknown,),
+    answers={
+        200: Answer(
+            "A page, newest first.",
+            OperatorLog,
+            links={"next": ("listOperatorLog", {"cursor": "$response.body#/cursor"})},
+        )
+    },
 )
 async def operator_log(call: Call) -> Reply:
     """What people did, and alerts: who, when, why, before and after."""
@@ -220,7 +222,7 @@ async def operator_log(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    page = await paged(query.cursor, call.service.queries.operator_log(wanted, query.limit, query.cursor))
+    page = await call.service.queries.operator_log(wanted, query.limit, query.cursor)
     return Reply(OperatorLog(lines=[_line(row) for row in page.lines], cursor=page.cursor))
 
 

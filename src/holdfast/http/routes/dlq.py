@@ -14,11 +14,11 @@ from holdfast.errors import Conflict, Denied, IntakeRefused, InvalidPayload, Unk
 from holdfast.http.asgi import Reply
 from holdfast.http.many import Outcome, outcome
 from holdfast.http.operation import Answer, Call, Decorator, operation
-from holdfast.http.paging import paged
 from holdfast.http.problems import PayloadMisfit
 from holdfast.http.wire import (
     Arguments,
     Cursor,
+    Exactly,
     JobEvent,
     Limit,
     Name,
@@ -35,8 +35,9 @@ from holdfast.ledger.people import LetterStatus
 _TAG: Final = "dlq"
 _PATH: Final = "/api/v1/dlq"
 _ONE: Final = f"{_PATH}/{{dlq_id}}"
-#: More than an HTTP request should wait for.
+#: What an HTTP request should wait for at most: so many letters, and so many seconds at the rate that is asked for.
 _AT_ONCE: Final = 1_000
+_AT_MOST_S: Final = 10.0
 _OF_LETTER: Final = {"dlq_id": "$response.body#/letters/0/dlq_id"}
 
 
@@ -99,8 +100,8 @@ class LetterQuery(Request, frozen=True, kw_only=True):
     task: Name | None = None
     queue: tuple[Name, ...] = ()
     tenant_id: Name | None = None
-    error_code: Text | None = None
-    fingerprint: Text | None = None
+    error_code: Exactly | None = None
+    fingerprint: Exactly | None = None
     error: Annotated[Text, Meta(description="Text in the error, in any case.")] | None = None
     since: Annotated[datetime, Meta(tz=True)] | None = None
     until: Annotated[datetime, Meta(tz=True)] | None = None
@@ -149,17 +150,19 @@ class ReplayMany(Wish, frozen=True, kw_only=True):
             links={
                 "letter": ("getLetter", _OF_LETTER),
                 "replay": ("replayLetter", _OF_LETTER),
+                "diff": ("diffLetter", _OF_LETTER),
                 "discard": ("discardLetter", _OF_LETTER),
+                "confirm": ("confirmDiscard", _OF_LETTER),
+                "keep": ("keepLetter", _OF_LETTER),
+                "next": ("listLetters", {"cursor": "$response.body#/cursor"}),
             },
         )
     },
-    errors=(Unknown,),
 )
 async def list_letters(call: Call) -> Reply:
     """List dead letters, newest first."""
     query: LetterPageQuery = call.query
-    page = call.service.offices.letters.list(call.person, _filter(query), query.limit, query.cursor)
-    found = await paged(query.cursor, page)
+    found = await call.service.offices.letters.list(call.person, _filter(query), query.limit, query.cursor)
     return Reply(Letters(letters=[_letter(row) for row in found.letters], cursor=found.cursor))
 
 
@@ -199,6 +202,11 @@ async def replay_many(call: Call) -> Reply:
             raise Conflict(
                 f"{count:,} letters are too many for one request (the limit is {_AT_ONCE:,}); narrow the filter, or "
                 "use `holdfast dlq replay`"
+            )
+        if count > _AT_MOST_S * wish.rate_per_s:
+            raise Conflict(
+                f"{count:,} letters at {wish.rate_per_s:g} a second take longer than a request should (the limit is "
+                f"{_AT_MOST_S:g} s); narrow the filter, raise the rate, or use `holdfast dlq replay`"
             )
     report = await letters.replay_many(
         call.person, wanted, reason=wish.reason, rate_per_s=wish.rate_per_s, dry_run=wish.dry_run

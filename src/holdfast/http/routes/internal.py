@@ -14,7 +14,6 @@ from holdfast.http.asgi import Reply
 from holdfast.http.operation import Answer, Call, operation
 from holdfast.http.wire import Job, JobDetail, QueueQuery, Request, job_of_row, job_of_view
 from holdfast.ledger.listing import JobFilter
-from holdfast.ledger.people import Action
 from holdfast.people.scope import scope
 
 _TAG: Final = "internal"
@@ -88,17 +87,4 @@ async def run(call: Call) -> Reply:
     after = await call.service.bench.run(
         view, call.person.name, force_fail=query.force_fail, transient_fail=query.transient_fail
     )
-    if (ledger := call.service.offices.ledger) is not None:
-        action = Action(
-            type="operator.run",
-            actor=call.person.name,
-            tenant_id=view.tenant_id,
-            target="job",
-            target_id=view.job_id,
-            queue=view.queue,
-            reason="force_fail" if query.force_fail else "transient_fail" if query.transient_fail else "",
-            before={"state": view.state},
-            after={"state": after.state},
-        )
-        await ledger.people.record([action])
     return Reply(job_of_view(after))

@@ -16,12 +16,16 @@ from holdfast.core.states import FINAL
 from holdfast.core.webhook import check_target
 from holdfast.errors import (
     Denied,
-    EngineUnavailable,
+    FeedFull,
+    FeedUnread,
+    GuardFailed,
     HoldfastError,
     IntakeLimited,
     IntakeRefused,
     InvalidOption,
     InvalidPayload,
+    NotDurableYet,
+    PayloadTooLarge,
     TransitionInvalid,
     Unknown,
     UnknownJob,
@@ -29,7 +33,6 @@ from holdfast.errors import (
 )
 from holdfast.http.asgi import Receive, Reply
 from holdfast.http.operation import Answer, Call, operation
-from holdfast.http.paging import paged
 from holdfast.http.problems import HttpError, ItemRefused, Unprocessable, problem_of
 from holdfast.http.service import Service
 from holdfast.http.wire import (
@@ -78,8 +81,8 @@ class WebhookRefused(HttpError):
     code = "WEBHOOK_REFUSED"
 
 
-class IdempotencyKeyInvalid(Unprocessable):
-    """A key that cannot be one."""
+#: Why there cannot be such a job.
+_CANNOT_BE: Final = (UnknownTask, Unknown, InvalidPayload, InvalidOption, PayloadTooLarge, WebhookRefused)
 
 
 @operation(
@@ -98,7 +101,16 @@ class IdempotencyKeyInvalid(Unprocessable):
             "Accepted; it will not be lost.", Accepted, {"Location": "Where the job can be looked up."}, links=_LINKS
         ),
     },
-    errors=(UnknownTask, InvalidPayload, Denied, WebhookRefused, IntakeRefused, IntakeLimited, EngineUnavailable),
+    errors=(
+        *_CANNOT_BE,
+        Denied,
+        GuardFailed,
+        IntakeRefused,
+        IntakeLimited,
+        FeedFull,
+        FeedUnread,
+        NotDurableYet,
+    ),
 )
 async def submit(call: Call) -> Reply:
     """Submit a job.
@@ -108,8 +120,6 @@ async def submit(call: Call) -> Reply:
     """
     query: SubmitQuery = call.query
     key = call.header("idempotency-key")
-    if key is not None and not _is_key(key):
-        raise IdempotencyKeyInvalid("Idempotency-Key must be 1 to 255 visible ASCII characters")
     envelope = _envelope(call, call.body, key)
     receipt = await (await call.service.app.desk()).submit(envelope)
     if query.wait:
@@ -128,7 +138,7 @@ async def submit(call: Call) -> Reply:
     body=BulkSubmission,
     body_example={"jobs": [{"task": "add", "payload": {"a": 1, "b": 2}, "idempotency_key": "sum-1"}]},
     answers={200: Answer("What became of each, in the order of the request.", BulkAccepted)},
-    errors=(UnknownTask, InvalidPayload, WebhookRefused),
+    errors=(*_CANNOT_BE, GuardFailed, FeedFull, FeedUnread, NotDurableYet),
 )
 async def submit_many(call: Call) -> Reply:
     """Submit many jobs.
@@ -171,7 +181,6 @@ async def submit_many(call: Call) -> Reply:
             links={"next": ("listJobs", {"cursor": "$response.body#/cursor"})},
         )
     },
-    errors=(Unknown,),
 )
 async def list_jobs(call: Call) -> Reply:
     """List jobs, newest first.
@@ -191,7 +200,7 @@ async def list_jobs(call: Call) -> Reply:
         trace_id=query.trace_id,
         idempotency_key=query.idempotency_key,
     )
-    page = await paged(query.cursor, call.service.queries.jobs(wanted, query.limit, query.cursor))
+    page = await call.service.queries.jobs(wanted, query.limit, query.cursor)
     return Reply(JobPage(jobs=[job_of_row(row) for row in page.jobs], cursor=page.cursor))
 
 
@@ -291,9 +300,11 @@ def _envelope(call: Call, wanted: Submission, key: str | None) -> Envelope:
         options["queue"] = wanted.queue
     if wanted.priority is not UNSET:
         options["priority"] = wanted.priority
+    if wanted.run_at is not UNSET and wanted.delay_s is not UNSET:
+        raise Unprocessable("give delay_s or run_at, not both")
     if wanted.run_at is not UNSET:
         options["run_at"] = wanted.run_at
-    elif wanted.delay_s is not UNSET:
+    if wanted.delay_s is not UNSET:
         options["delay"] = timedelta(seconds=wanted.delay_s)
     if wanted.trace_id is not UNSET:
         options["trace_id"] = wanted.trace_id
@@ -341,15 +352,15 @@ def _webhook(service: Service, url: str) -> str:
 
 
 async def _ended(service: Service, queue: str, job_id: str, wait_s: float, receive: Receive) -> JobView | None:
-    """The job if it ends within the time; None if not, or if nobody waits any more."""
+    """The job if it ends within the time; None if not, if nobody waits any more, or if this process has to end."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(wait_s, service.app.settings.http_wait_limit_s)
     desk = await service.app.desk()
-    gone = asyncio.ensure_future(receive())
+    gone, ending = asyncio.ensure_future(receive()), asyncio.ensure_future(service.ending.wait())
     try:
-        while (left_s := deadline - loop.time()) > 0 and not gone.done():
+        while (left_s := deadline - loop.time()) > 0 and not gone.done() and not ending.done():
             waiting = asyncio.ensure_future(desk.wait_final(queue, job_id, min(_WAIT_MS, max(1, int(left_s * 1000)))))
-            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({waiting, gone, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
@@ -359,7 +370,8 @@ async def _ended(service: Service, queue: str, job_id: str, wait_s: float, recei
                 return view
     finally:
         gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
+        ending.cancel()
+        await asyncio.gather(gone, ending, return_exceptions=True)
     return None
 
 
@@ -369,7 +381,3 @@ def _accepted(call: Call, envelope: Envelope, receipt: Receipt) -> Reply:
         path += f"?queue={quote(envelope.queue, safe='')}"
     document = Accepted(job_id=receipt.job_id, queue=envelope.queue, duplicate=receipt.duplicate, location=path)
     return Reply(document, 202, [(b"location", path.encode())])
-
-
-def _is_key(text: str) -> bool:
-    return 0 < len(text) <= 255 and all("!" <= character <= "~" for character in text)

@@ -7,6 +7,7 @@ however often the connection breaks; it ends with the job. Any other stream begi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -14,17 +15,35 @@ import msgspec
 from holdfast.core.states import FINAL
 from holdfast.errors import LedgerUnavailable, UnknownJob
 from holdfast.http.asgi import Reply
-from holdfast.http.hub import READY, Listener, encode
+from holdfast.http.hub import GAP, READY, Listener, Told, encode
 from holdfast.http.hub import Wish as Wanted
 from holdfast.http.operation import Answer, Call, operation
+from holdfast.http.places import Cover
 from holdfast.http.streams import CONTENT_TYPE, HEARTBEAT, HEARTBEAT_S, Stream, until_gone
+from holdfast.http.tides import Tides
 from holdfast.http.wire import LAST_EVENT_PATTERN, Name, Request, event_of_row
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.records import EventRow
 
-#: The ledger is a moment behind the feed: looked at again so soon, and ever later.
-_LOOK_S: Final = 0.02
-_LOOK_AT_MOST_S: Final = 1.0
+#: A ledger that was away is looked at again after this long.
+_AGAIN_S: Final = 1.0
+
+
+class Bell(Listener):
+    """Rings when the ledger has what the feed has told of a job: then it is time to look, and not before."""
+
+    __slots__ = ("_tides",)
+
+    def __init__(self, wish: Wanted, let_go: Callable[[], None], tides: Tides) -> None:
+        super().__init__(wish, let_go)
+        self._tides = tides
+
+    def tell(self, chunk: bytes) -> None:
+        if chunk is GAP:
+            self.ring()
+
+    def hear(self, told: Told, cover: Cover | None) -> None:
+        self._tides.when(told.queue, told.at, self)
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -105,46 +124,42 @@ async def _follow(call: Call, wanted: Wanted, last: str | None) -> None:
 
 
 async def _tell_story(call: Call, wanted: Wanted, key: JobKey, told: int) -> Reply | None:
-    story = await call.service.queries.story(key)
-    if story and story[-1].to_state in FINAL and story[-1].seq <= told:
-        return Reply(b"", 204)
-    hub, stream = call.service.hub, Stream(call.scope, call.send)
-    # The hub says when to look; what to tell is the ledger's.
-    bell = Listener(Wanted(wanted.tenants, job_id=key.job_id), stream.let_go)
+    hub, tides, stream = call.service.hub, call.service.tides, Stream(call.scope, call.send)
+    bell = Bell(Wanted(wanted.tenants, job_id=key.job_id), stream.let_go, tides)
     await hub.join(bell, None)
     try:
+        # What the feed had told before we joined may not be in the ledger yet, and nobody will tell it again.
+        tides.when(key.queue, hub.position(key.queue), bell)
+        story = await call.service.queries.story(key)
+        if story and story[-1].to_state in FINAL and story[-1].seq <= told:
+            return Reply(b"", 204)
         async with until_gone(call.receive, bell.end):
             await stream.begin()
-            await bell.take(0)
             await stream.send(READY)
-            heard = True
             while not bell.over:
-                rows = await _news(call, key, told, patient=heard)
-                chunk = b"".join([_line(row) for row in rows if _wants(wanted, row)])
-                told = rows[-1].seq if rows else told
-                if chunk or not heard:
-                    await stream.send(chunk or HEARTBEAT)
+                rows = [row for row in story if row.seq > told]
+                if chunk := b"".join([_line(row) for row in rows if _wants(wanted, row)]):
+                    await stream.send(chunk)
                 if rows and rows[-1].to_state in FINAL:
                     break
-                heard = bool(await bell.take(HEARTBEAT_S))
+                told = rows[-1].seq if rows else told
+                while not await bell.rung(HEARTBEAT_S):
+                    await stream.send(HEARTBEAT)
+                story = await _look(call, key, bell)
         await stream.end()
     finally:
+        tides.forget(key.queue, bell)
         await hub.leave(bell)
     return None
 
 
-async def _news(call: Call, key: JobKey, told: int, *, patient: bool) -> list[EventRow]:
-    """Rows that have not been told; something has happened if we are to be patient, so they must come."""
-    pause_s = _LOOK_S
-    while True:
-        try:
-            rows = [row for row in await call.service.queries.story(key) if row.seq > told]
-        except LedgerUnavailable:
-            rows = []
-        if rows or not patient or pause_s > _LOOK_AT_MOST_S:
-            return rows
-        await asyncio.sleep(pause_s)
-        pause_s *= 2
+async def _look(call: Call, key: JobKey, bell: Bell) -> list[EventRow]:
+    """The story as the ledger has it; nothing while that is away, and then there is another ring."""
+    try:
+        return await call.service.queries.story(key)
+    except LedgerUnavailable:
+        asyncio.get_running_loop().call_later(_AGAIN_S, bell.ring)
+        return []
 
 
 def _line(row: EventRow) -> bytes:

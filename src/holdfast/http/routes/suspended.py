@@ -12,14 +12,14 @@ from msgspec import Meta
 from holdfast.core.person import Right
 from holdfast.dlq.many import Report, Result
 from holdfast.dlq.suspended import SuspendedFilter
-from holdfast.errors import TransitionInvalid, Unknown, UnknownJob
+from holdfast.errors import TransitionInvalid, UnknownJob
 from holdfast.http.asgi import Reply
 from holdfast.http.many import Outcome, outcome
 from holdfast.http.operation import Answer, Call, operation
-from holdfast.http.paging import paged
-from holdfast.http.wire import Name, PageQuery, Text, Wish
+from holdfast.http.wire import Exactly, JobCursor, Name, PageQuery, Text, Wish
 
 _TAG: Final = "suspended"
+_FIRST: Final = {"job_id": "$response.body#/jobs/0/job_id"}
 _PATHS: Final = {"/api/v1/suspended": "", "/internal/tasks/suspended": "Internal"}
 
 Ids = Annotated[tuple[Name, ...], Meta(max_length=1_000)]
@@ -47,10 +47,11 @@ class SuspendedJobs(msgspec.Struct, frozen=True, kw_only=True):
 class SuspendedQuery(PageQuery, frozen=True, kw_only=True):
     """Which suspended jobs."""
 
+    cursor: JobCursor | None = None
     task: Name | None = None
     queue: tuple[Name, ...] = ()
     tenant_id: Name | None = None
-    error_code: Text | None = None
+    error_code: Exactly | None = None
     error: Text | None = None
     since: Annotated[datetime, Meta(tz=True)] | None = None
     until: Annotated[datetime, Meta(tz=True)] | None = None
@@ -92,8 +93,7 @@ async def list_suspended(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    page = call.service.offices.suspended.list(call.person, wanted, query.limit, query.cursor)
-    found = await paged(query.cursor, page)
+    found = await call.service.offices.suspended.list(call.person, wanted, query.limit, query.cursor)
     jobs = [SuspendedJob(**msgspec.structs.asdict(job)) for job in found.jobs]
     return Reply(SuspendedJobs(jobs=jobs, cursor=found.cursor))
 
@@ -141,8 +141,17 @@ def _register(path: str, part: str) -> None:
         f"list{part}Suspended",
         tag=_TAG,
         query=SuspendedQuery,
-        answers={200: Answer("A page, newest first.", SuspendedJobs)},
-        errors=(Unknown,),
+        answers={
+            200: Answer(
+                "A page, newest first.",
+                SuspendedJobs,
+                links={
+                    "resume": (f"resume{part}Suspended", _FIRST),
+                    "discard": (f"discard{part}Suspended", _FIRST),
+                    "next": (f"list{part}Suspended", {"cursor": "$response.body#/cursor"}),
+                },
+            )
+        },
     )(list_suspended)
     for verb, one, many in (("resume", resume, resume_many), ("discard", discard, discard_many)):
         operation(

@@ -8,14 +8,16 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.core.person import Right
-from holdfast.errors import EngineUnavailable, LedgerUnavailable, Unauthorized, Unknown
+from holdfast.errors import EngineUnavailable, Forbidden, LedgerUnavailable, Unauthorized, Unknown
 from holdfast.http.asgi import Reply
 from holdfast.http.gate import DevGate
 from holdfast.http.operation import Answer, Call, operation
+from holdfast.http.problems import DOWN
 from holdfast.http.wire import Request
 from holdfast.observe.metrics import exposition
 
 _TAG: Final = "system"
+_METRICS: Final = 'task_total{queue="default",state="queued"} 1.0\n'
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +90,8 @@ async def readiness(call: Call) -> Reply:
     "metrics",
     tag=_TAG,
     right=None,
-    answers={200: Answer("Metrics in Prometheus' format.", content_type="text/plain")},
-    errors=(Unauthorized,),
+    answers={200: Answer("Metrics in Prometheus' format.", content_type="text/plain", example=_METRICS)},
+    errors=(Unauthorized, Forbidden, *DOWN),
 )
 async def metrics(call: Call) -> Reply:
     """Metrics, for a token that is of every tenant unless the service is set up to show them to everybody."""
@@ -109,7 +111,7 @@ async def metrics(call: Call) -> Reply:
     "openapi",
     tag=_TAG,
     right=None,
-    answers={200: Answer("This document.", dict[str, Any])},
+    answers={200: Answer("This document.", dict[str, Any], example={"openapi": "3.1.0"})},
 )
 async def openapi(call: Call) -> Reply:
     """The OpenAPI document; with the tasks and their arguments for whoever has a token."""

@@ -6,7 +6,7 @@ Whoever wants to change an approval locks its row first, so that of two votes on
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -68,6 +68,16 @@ def withdraw(tenant_id: str, approval_id: str, reason: str) -> Act[None]:
     return None
 
 
+def is_overdue() -> Act[bool]:
+    """Whether there is anything to expire. Reads only."""
+    now = yield NOW
+    for tenant in (yield tenants_of(approvals, *_HAS_DEADLINE)):
+        mine = approvals.c.tenant_id == tenant["tenant_id"]
+        if (yield select(approvals.c.approval_id).where(mine, *_HAS_DEADLINE, approvals.c.deadline <= now).limit(1)):
+            return True
+    return False
+
+
 def expire(limit: int) -> Act[list[ApprovalRow]]:
     now = yield NOW
     due: list[Row] = []
@@ -106,6 +116,21 @@ def delivered(told: Sequence[ApprovalRow]) -> Act[None]:
             .values(acked_at=now)
         )
     return None
+
+
+def undeliver(queue: str, since_ms: int) -> Act[int]:
+    now = yield NOW
+    again: list[Row] = yield (
+        update(approvals)
+        .where(
+            approvals.c.queue == queue,
+            approvals.c.acked_at > now - timedelta(milliseconds=since_ms),
+            approvals.c.decided_at.is_not(None),
+        )
+        .values(acked_at=None)
+        .returning(approvals.c.approval_id)
+    )
+    return len(again)
 
 
 def _voted(row: Row, person: str, approve: bool, reason: str, status: ApprovalStatus) -> Action:

@@ -6,9 +6,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TypeVar
 
-from holdfast.ledger.acts import approvals, letters, log, tokens
+from holdfast.ledger.acts import approvals, effects, letters, log, tokens
 from holdfast.ledger.acts.steps import Act
 from holdfast.ledger.people import Action, ApprovalRow, People, ReplayRow, TokenRow
+from holdfast.ledger.port import Outcome
 
 T = TypeVar("T")
 
@@ -20,14 +21,18 @@ class SqlPeople(People):
     async def _run(self, act: Act[T]) -> T:
         """In one transaction; what it returns, once that is committed. An error that it returns is raised then."""
 
+    async def _look(self, act: Act[T]) -> T:
+        """The same for one that only reads: a store that has one writer need not keep others from writing for it."""
+        return await self._run(act)
+
     async def add_token(self, token: TokenRow, action: Action) -> None:
         await self._run(tokens.add(token, action))
 
     async def token(self, token_id: str) -> TokenRow | None:
-        return await self._run(tokens.one(token_id))
+        return await self._look(tokens.one(token_id))
 
     async def tokens(self) -> list[TokenRow]:
-        return await self._run(tokens.every())
+        return await self._look(tokens.every())
 
     async def revoke_token(self, token_id: str, action: Action) -> None:
         await self._run(tokens.revoke(token_id, action))
@@ -41,13 +46,19 @@ class SqlPeople(People):
         await self._run(approvals.withdraw(tenant_id, approval_id, reason))
 
     async def expire(self, limit: int) -> list[ApprovalRow]:
+        # Asked every second by every process: most looks find nothing.
+        if not await self._look(approvals.is_overdue()):
+            return []
         return await self._run(approvals.expire(limit))
 
     async def undelivered_approvals(self, limit: int, after: ApprovalRow | None = None) -> list[ApprovalRow]:
-        return await self._run(approvals.undelivered(limit, after))
+        return await self._look(approvals.undelivered(limit, after))
 
     async def delivered(self, told: Sequence[ApprovalRow]) -> None:
         await self._run(approvals.delivered(told))
+
+    async def undeliver(self, queue: str, since_ms: int) -> int:
+        return await self._run(approvals.undeliver(queue, since_ms))
 
     async def request_discard(self, tenants: Sequence[str] | None, dlq_id: str, *, person: str, reason: str) -> None:
         await self._run(letters.request_discard(tenants, dlq_id, person=person, reason=reason))
@@ -75,10 +86,13 @@ class SqlPeople(People):
         await self._run(letters.abandon_replay(replay))
 
     async def unsubmitted_replays(self, limit: int, after: ReplayRow | None = None) -> list[ReplayRow]:
-        return await self._run(letters.unsubmitted(limit, after))
+        return await self._look(letters.unsubmitted(limit, after))
 
     async def submitted(self, replays: Sequence[ReplayRow]) -> None:
         await self._run(letters.submitted(replays))
+
+    async def resolve_effect(self, outcome: Outcome, action: Action) -> None:
+        await self._run(effects.resolve(outcome, action))
 
     async def record(self, actions: Sequence[Action]) -> None:
         await self._run(log.record(actions))

@@ -48,6 +48,7 @@ from holdfast.ledger.rows import (
     JOB_COLUMNS,
     anomaly_rows,
     changed_row,
+    expedited_rows,
     job_row,
     letter_row,
     moved_row,
@@ -217,6 +218,7 @@ class _Ready:
             statement: (drafts, list(zip(*map(_ROWS[statement], drafts), strict=True)))
             for statement, drafts in kinds.items()
         }
+        self.expedited = expedited_rows(folded.drafts, _instant)
         asked, closed = answers_of(folded.drafts)
         self.asks = [ask_row(*one, _instant) for one in asked]
         self.closed = [closing_row(closing, _instant) for closing in closed]
@@ -274,6 +276,8 @@ class _Batch:
     async def _write(self, connection: Connection, ready: _Ready) -> tuple[int, int]:
         """Anomalies and dead letters that were written."""
         folded, drafts = ready.folded, ready.folded.drafts
+        if ready.expedited:
+            await connection.execute(sql.EXPEDITE, self._queue, *zip(*ready.expedited, strict=True))
         for statement, (some, arrays) in ready.updates.items():
             await self._update(connection, statement, some, arrays)
         if ready.new:

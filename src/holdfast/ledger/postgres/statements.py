@@ -115,6 +115,14 @@ CHANGE: Final = _update(
     ),
 )
 
+#: Before what else the batch has of them: they may have gone on since.
+EXPEDITE: Final = f"""
+UPDATE jobs AS j
+   SET run_at = CASE WHEN j.run_at > u.at THEN u.at ELSE j.run_at END,
+       next_retry_at = CASE WHEN j.next_retry_at > u.at THEN u.at ELSE j.next_retry_at END, updated_at = u.at
+  FROM {_given((("tenant_id", "text"), ("job_id", "text"), ("at", "timestamptz")))} AS u
+ WHERE {_THE_JOB} AND j.finished_at IS NULL"""  # noqa: S608
+
 LOOK_UP: Final = f"""
 SELECT u.place, j.state, j.last_seq FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}"""  # noqa: S608
 

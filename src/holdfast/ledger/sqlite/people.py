@@ -38,9 +38,12 @@ class SqlitePeople(SqlPeople):
 
     async def _run(self, act: Act[T]) -> T:
         result: T | HoldfastError = await self._store.write(self._perform, act)
-        if isinstance(result, HoldfastError):
-            raise result
-        return result
+        return _told(result)
+
+    async def _look(self, act: Act[T]) -> T:
+        # Lazy: it begins no transaction.
+        result: T | HoldfastError = await self._store.write(self._perform, act, lazy=True)
+        return _told(result)
 
     def _perform(self, transaction: Transaction, act: Act[T]) -> T | HoldfastError:
         """In the writer's thread."""
@@ -55,6 +58,12 @@ class SqlitePeople(SqlPeople):
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._clock.now_ms() / 1000, UTC)
+
+
+def _told(result: T | HoldfastError) -> T:
+    if isinstance(result, HoldfastError):
+        raise result
+    return result
 
 
 def _rows(transaction: Transaction, wanted: Executable | Ask) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ from holdfast.ledger.rows import (
     anomaly_rows,
     changed_row,
     event_rows,
+    expedited_rows,
     job_row,
     letter_row,
 )
@@ -212,6 +213,8 @@ def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, i
     moved = [changed_row(draft, _instant) for draft in old if draft.state is not None]
     if new:
         transaction.execute(sql.INSERT_JOBS, (to_json(new),))
+    if expedited := expedited_rows(old, _instant):
+        transaction.execute(sql.EXPEDITE, {"queue": queue, "rows": to_json(expedited)})
     _update(transaction, sql.NOTE, queue, noted)
     _update(transaction, sql.CHANGE, queue, moved)
     transaction.execute(sql.INSERT_EVENTS, (to_json(event_rows(drafts, queue, _instant)),))

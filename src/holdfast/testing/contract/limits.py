@@ -8,9 +8,9 @@ import pytest
 
 from holdfast.core.states import State
 from holdfast.core.verdict import Release, RetryLater
-from holdfast.engine.port import Control, TenantControl
+from holdfast.engine.port import Control, RetryVia, TenantControl
 from holdfast.errors import IntakeLimited
-from holdfast.testing.contract.harness import FAILURE, OTHER_QUEUE, Contract, Rig, ids
+from holdfast.testing.contract.harness import FAILURE, OTHER_QUEUE, Contract, Rig, both_modes, ids
 
 MINUTE_MS: Final = 60_000
 
@@ -43,6 +43,18 @@ class IntakeLimitContract(Contract):
             await rig.engine.submit(envelopes)
         assert await rig.engine.get(rig.queue, [each.job_id for each in envelopes]) == [None, None]
         assert len(await rig.submit(1)) == 1
+
+    @both_modes
+    async def test_a_retry_that_waits_is_neither_in_line_nor_running(self, rig: Rig, mode: RetryVia) -> None:
+        claim = await rig.start_one(tenant_id="acme")
+        await rig.settle(claim, RetryLater(MINUTE_MS, FAILURE))
+        stats = await rig.engine.stats(rig.queue)
+        assert (stats.backlog, stats.tenants) == (0, {})
+        limit = TenantControl(intake_limit=1)
+        await rig.engine.set_control(rig.queue, Control(intake_limit=1, tenants={"acme": limit}))
+        await rig.submit_one(tenant_id="acme")
+        with pytest.raises(IntakeLimited):
+            await rig.submit_one(tenant_id="acme")
 
     async def test_what_is_known_already_is_answered_all_the_same(self, rig: Rig) -> None:
         first = rig.envelope(idempotency_key="k")

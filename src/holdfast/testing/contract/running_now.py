@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.core.job import Claim
 from holdfast.core.states import EXPEDITED_EVENT, State
-from holdfast.core.verdict import Answer, RetryLater
+from holdfast.core.verdict import Answer, RetryLater, Suspend
 from holdfast.engine.port import Control, RetryVia, TenantControl
 from holdfast.errors import TransitionInvalid, UnknownJob
 from holdfast.testing.contract.harness import FAILURE, Contract, EngineHarness, Rig, both_modes, ids
@@ -65,6 +65,13 @@ class RunNowContract(Contract):
         await rig.move(job_id, State.SUSPENDED)
         await rig.move(job_id, State.QUEUED)
         assert ids(await rig.claim_due()) == [job_id]
+
+    async def test_a_job_that_was_taken_before_its_time_does_not_wait_for_it_again(self, rig: Rig) -> None:
+        job_id = await rig.submit_one(delay_ms=MINUTE_MS)
+        claim = await rig.engine.take("w", rig.queue, job_id)
+        await rig.settle(claim, Suspend(FAILURE))
+        await rig.move(job_id, State.QUEUED)
+        assert ids(await rig.claim()) == [job_id]
 
     async def test_twice_is_as_good_as_once(self, rig: Rig) -> None:
         job_id = await rig.submit_one(delay_ms=MINUTE_MS)

@@ -61,6 +61,17 @@ local function backlog_of(streams, lane)
   return count
 end
 
+-- Jobs in line or running: what limits are about. Retries that only wait in the pending list are neither.
+local function load_of(streams, lane, group, parking)
+  local count = backlog_of(streams, lane)
+  for line = WIDTH * lane + 1, count > 0 and WIDTH * lane + WIDTH or 0 do
+    for _, consumer in ipairs(pending(streams[line], group)[4] or {}) do
+      if consumer[1] == parking then count = count - tonumber(consumer[2]) end
+    end
+  end
+  return count
+end
+
 -- Leases that are held in a lane; retries that only wait in the pending list are none.
 local function leased_in(streams, lane, group, parking)
   local count = 0
@@ -131,7 +142,7 @@ local function find_lane(seating, tenant)
   local free = {}
   for lane = 1, LANES do
     if not seating.reserved[lane] and not seating.given[lane] then
-      if not seating.is_active[lane] then return give_lane(seating, tenant, lane, owners[lane]) end
+      if not seating.is_active[lane] and not seating.used[lane] then return give_lane(seating, tenant, lane, owners[lane]) end
       free[#free + 1] = lane
     end
   end
@@ -143,7 +154,7 @@ local function find_lane(seating, tenant)
   end
   local shortest, fewest
   for _, lane in ipairs(free) do
-    local count = backlog_of(seating.streams, lane) + (seating.shared[lane] or 0)
+    local count = backlog_of(seating.streams, lane) + (seating.shared[lane] or 0) + (seating.used[lane] and 1 or 0)
     if not fewest or count < fewest then shortest, fewest = lane, count end
   end
   if fewest == 0 and leased_in(seating.streams, shortest, seating.group, '') == 0 then
@@ -162,7 +173,9 @@ local function seat(seating, tenant)
   local known = redis.call('HGET', seating.key, tenant)
   if known then
     local own, ends = string.match(known, '^(%d+) ?(%d*)$')
-    if ends == '' or tonumber(ends) > now_ms() then lane = tonumber(own) end
+    own = tonumber(own)
+    -- A guest leaves a lane that has become a named tenant's.
+    if ends == '' or (tonumber(ends) > now_ms() and not seating.reserved[own]) then lane = own end
   end
   lane = lane or find_lane(seating, tenant)
   if not lane then return nil end

@@ -15,30 +15,39 @@ if ARGV[6] == '1' then
 end
 check_types({ notices, wake, feed_key }, {}, { lanes_key })
 
--- Whoever is named has a lane of its own that is never given away: the one that it has, one that is nobody's, one that
--- nobody uses, or else any. Jobs that are in line there stay; their tenant's next ones go elsewhere.
-local wanted, limits, seats, gone, taken = {}, {}, {}, {}, { [0] = true }
+-- Whoever is named has a lane of its own that is never given away: the one that it has to itself, one that is nobody's,
+-- one that nobody uses, or else one of the further lanes, which only named tenants get. What is allowed to it must not
+-- bind the jobs of others that are in line there.
+local wanted, limits, seats, gone, taken, shared = {}, {}, {}, {}, { [0] = true }, {}
 for i = 1, #named, 4 do wanted[named[i]] = true end
 local owners, own, active = {}, { default = 0 }, {}
 local rows = redis.call('HGETALL', lanes_key)
 for i = 1, #rows, 2 do
+  local guest = string.match(rows[i + 1], '^(%d+) ')
+  if guest then shared[tonumber(guest)] = true end
+end
+for i = 1, #rows, 2 do
   local lane = tonumber(rows[i + 1])
-  if lane then
+  if lane and not (shared[lane] and wanted[rows[i]]) then
     owners[lane], own[rows[i]] = rows[i], lane
     if wanted[rows[i]] then taken[lane] = true end
   end
 end
 for _, lane in ipairs(numbers_in(redis.call('HGET', control, 'lanes'))) do active[lane] = true end
-local function first_lane(fits)
-  for lane = 1, LANES do
+local function first_lane(first, last, fits)
+  for lane = first, last do
     if not taken[lane] and fits(lane) then return lane end
   end
 end
+local function is_nobodys(lane) return not owners[lane] and not active[lane] end
+local function is_unused(lane) return not active[lane] end
+local function is_any() return true end
 for i = 1, #named, 4 do
   local lane = own[named[i]]
   if not lane then
-    lane = first_lane(function(each) return not owners[each] end) or first_lane(function(each) return not active[each] end)
-      or first_lane(function() return true end)
+    lane = first_lane(1, LANES, is_nobodys) or first_lane(1, LANES, is_unused)
+      or first_lane(LANES + 1, 2 * LANES, is_nobodys) or first_lane(LANES + 1, 2 * LANES, is_unused)
+      or first_lane(LANES + 1, 2 * LANES, is_any)
     taken[lane], seats[named[i]] = true, number(lane)
     if owners[lane] then gone[#gone + 1] = owners[lane] end
   end

@@ -1,12 +1,12 @@
 -- due: which waiting jobs are due, and when is the next one? Reads only.
 -- KEYS   sets by due time
--- ARGV   1 limit
+-- ARGV   1 limit  2 how many to pass over (none if it is left out)
 -- Reply  {now, next due ('' if none), then the due job ids of each set}
-local limit = tonumber(ARGV[1])
+local limit, skip = tonumber(ARGV[1]), tonumber(ARGV[2] or 0)
 local at = now_ms()
 local reply, next_due = { number(at), '' }, nil
 for i, set in ipairs(KEYS) do
-  reply[2 + i] = redis.call('ZRANGEBYSCORE', set, '-inf', number(at), 'LIMIT', 0, limit)
+  reply[2 + i] = redis.call('ZRANGEBYSCORE', set, '-inf', number(at), 'LIMIT', skip, limit)
   local later = redis.call('ZRANGEBYSCORE', set, '(' .. number(at), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
   local due = #reply[2 + i] == limit and at or tonumber(later[2])
   if due and (not next_due or due < next_due) then next_due = due end

@@ -1,13 +1,14 @@
 -- retake: retries that waited in the pending list and are due run again under this worker.
 -- KEYS   1-4 streams  5 feed  6 control  7 waiting  8 wake  9 lanes  then n records, then streams of further lanes
--- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 consumer that holds them  6 n  then n job ids, then the lanes that are
---        declared
+-- ARGV   1 group  2 worker  3 nonce  4 feed limit  5 consumer that holds them  6 n  7 how many at most  then n job ids, then
+--        the lanes that are declared
 -- Reply  {'paused'} | {'lanes', …} | {'ok', now, then line, deliveries, entry, record for each taken}
 local streams = declared_lines()
 local feed_key, control, waiting, wake = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local group, worker, nonce, feed_limit, parking, n = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
 local seating = seating_of(streams, KEYS[9], control, group)
-local FIRST_KEY, FIRST_ARG = 9, 6
+local most = tonumber(ARGV[7])
+local FIRST_KEY, FIRST_ARG = 9, 7
 
 local controls = redis.call('HMGET', control, 'paused', 'reader', 'limits')
 if controls[1] == '1' then return { 'paused' } end
@@ -35,7 +36,7 @@ for i = 1, n do
     if state ~= 'retrying' or not line or packed == '' then
       strays[#strays + 1] = job_id
     elseif #redis.call('XRANGE', streams[line + 1], id, id) == 1 then
-      if has_room(line) then due[#due + 1] = { i, job_id, line, id, cmsgpack.unpack(packed) } end
+      if #due < most and has_room(line) then due[#due + 1] = { i, job_id, line, id, cmsgpack.unpack(packed) } end
     else
       -- Somebody deleted the message; the record has all of the job.
       local body = cmsgpack.unpack(packed)

@@ -15,8 +15,8 @@ local in_line, waiting, parked, backlogs = 0, 0, 0, {}
 for _, lane in ipairs({ 0, unpack(active) }) do
   local backlog = backlog_of(streams, lane)
   in_line = in_line + backlog
-  backlogs[#backlogs + 1], backlogs[#backlogs + 2] = lane, backlog
   local held, leased = leased_in(streams, lane, group, ''), leased_in(streams, lane, group, parking)
+  backlogs[#backlogs + 1], backlogs[#backlogs + 2] = lane, backlog - (held - leased)
   waiting, parked = waiting + held, parked + held - leased
 end
 local workers = redis.call('ZCOUNT', KEYS[14], '(' .. number(now_ms() - tonumber(ARGV[3])), '+inf')

@@ -5,7 +5,8 @@
 --        priority, job id, type, payload, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first),
 --        index of its idempotency key (0: none), tenant, idempotency key, trace, meta
 --        Four values when no job of the batch has more to say, and none is there twice.
---        7 ledger (1|0)  8 packed positions (from 1) of the durable ones ('' if none)  9 group  10 the lanes that are declared
+--        7 ledger (1|0)  8 packed positions (from 1) of the durable ones ('' if none)  9 group
+--        10 consumer that holds retries in the pending list  11 the lanes that are declared
 -- Reply  {'paused'} | {'unread'} | {'full'} (the feed) | {'lanes', …} | {'limited', limit, backlog, tenant ('': the queue)} |
 --        {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
 local streams, last_key = declared_lines()
@@ -58,8 +59,8 @@ local function over_limit(limits)
     local active = numbers_in(controls[6])
     local missing = undeclared(streams, active)
     if missing then return missing end
-    local backlog = backlog_of(streams, 0)
-    for _, lane in ipairs(active) do backlog = backlog + backlog_of(streams, lane) end
+    local backlog = load_of(streams, 0, ARGV[9], ARGV[10])
+    for _, lane in ipairs(active) do backlog = backlog + load_of(streams, lane, ARGV[9], ARGV[10]) end
     if backlog + n - #skipped > queue_limit then return { 'limited', queue_limit, backlog, '' } end
   end
   local more = {}
@@ -73,7 +74,7 @@ local function over_limit(limits)
     local limit = lane and limits[lane]
     if limit and limit.intake >= 0 then
       if not streams[WIDTH * lane + 1] then return { 'lanes', tenant, lane } end
-      local backlog = backlog_of(streams, lane)
+      local backlog = load_of(streams, lane, ARGV[9], ARGV[10])
       if backlog + count > limit.intake then return { 'limited', limit.intake, backlog, tenant } end
     end
   end

@@ -1,0 +1,91 @@
+"""Deliveries are jobs, and whoever may submit or replay jobs must not get anything signed that we did not say."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast import Holdfast
+from holdfast.core.job import Envelope
+from holdfast.core.person import Person, Role
+from holdfast.core.states import State
+from holdfast.ledger.letters import LetterFilter
+from holdfast.offices import Offices
+from holdfast.webhooks.messages import QUEUE, TASK
+from tests.webhooks.receiver import SECRET, Receiver, receiving, status
+from tests.webhooks.test_deliveries import deliveries, make_app
+from tests.worker.support import eventually, working
+
+EVE = Person(name="eve", role=Role.OPERATOR, tenants=frozenset({"acme"}))
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def app(tmp_path: Path, receiver: Receiver) -> Holdfast:
+    """Its operator has subscribed, at an address that is itself a secret."""
+    hook = {"url": receiver.url, "events": ["job.*"], "secret": SECRET}
+    return make_app({"url": f"sqlite:///{tmp_path / 'holdfast.db'}"}, webhooks=[hook], webhook_attempts=1)
+
+
+def _forged(url: str, **more: str) -> bytes:
+    return msgspec.json.encode({"url": url, "webhook_id": "msg_1", "event": "job.succeeded", "body": "{}"} | more)
+
+
+@pytest.mark.parametrize("more", [{}, {"seal": ""}, {"seal": "0" * 64}, {"seal": "é"}])
+async def test_a_delivery_of_somebody_elses_making_is_not_sent(
+    app: Holdfast, receiver: Receiver, more: dict[str, str]
+) -> None:
+    async with app, working(app):
+        job = Envelope(job_id="forged", task=TASK, queue=QUEUE, tenant_id="acme", payload=_forged(receiver.url, **more))
+        await app.engine.submit([job])
+        view = await app.engine.wait_final(QUEUE, "forged", 20_000)
+        assert view is not None
+        assert view.state is State.FAILED
+    assert receiver.requests == []
+
+
+async def test_an_edited_replay_is_not_sent(app: Holdfast, receiver: Receiver) -> None:
+    """As it was it may be sent again; not with another body, and not to another address."""
+    async with app, working(app):
+        receiver.answers.append(status(410))
+        job = await app.tasks["add"].options(tenant_id="acme").submit(1, 2)
+        assert await job.result(timeout=20) == 3
+        await eventually(lambda: _is_failed(app))
+        letters = Offices.of(app).letters
+        (letter,) = (await letters.list(EVE, LetterFilter())).letters
+        genuine = msgspec.json.decode(letter.payload.text)
+        told = len(receiver.requests)
+        for changed in ({"body": "{}"}, {"url": f"http://127.0.0.1:{receiver.port}/other"}, {"webhook_id": "msg_2"}):
+            edited = msgspec.json.encode(genuine | changed)
+            again = await letters.replay(EVE, letter.dlq_id, reason="to try", payload=edited)
+            view = await app.engine.wait_final(QUEUE, again.job_id, 20_000)
+            assert view is not None
+            assert view.state is State.FAILED
+        assert len(receiver.requests) == told
+        again = await letters.replay(EVE, letter.dlq_id, reason="it is back")
+        view = await app.engine.wait_final(QUEUE, again.job_id, 20_000)
+        assert view is not None
+        assert view.state is State.SUCCEEDED
+
+
+async def _is_failed(app: Holdfast) -> bool:
+    return bool(await deliveries(app, State.FAILED))
+
+
+async def test_a_subscribers_address_is_not_in_the_jobs_of_tenants(app: Holdfast, receiver: Receiver) -> None:
+    async with app, working(app):
+        job = await app.tasks["add"].options(tenant_id="acme").submit(1, 2)
+        await job.result(timeout=20)
+        await eventually(lambda: receiver.requests)
+        assert "s3cret" in receiver.requests[0].line
+        (row,) = await deliveries(app)
+        view = await Offices.of(app).operating.locate(EVE, row.job_id)
+    assert "s3cret" not in repr(view)
