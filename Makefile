@@ -7,8 +7,8 @@ SHELL := /bin/bash
 
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
-# Each test has its own store or namespace, so any process may run any of them.
-PYTEST_WORKERS ?= 2
+# Each test has its own store or namespace, so any process may run any of them. Twice as many as CI has cores: many wait.
+PYTEST_WORKERS ?= 4
 SOURCES := src tests tools examples benchmarks
 
 help: ## show this list

@@ -173,6 +173,33 @@ async def test_a_courier_that_dies_before_its_mark_repeats_nothing(
     assert len(receiver.requests) == 1
 
 
+async def test_a_row_is_marked_only_once_the_ledger_has_its_delivery(
+    stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(stores)
+    monkeypatch.setattr(Courier, "run", _nothing)
+    async with app, working(app):
+        job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
+        await job.result(timeout=20)
+        ledger = app.ledger_port
+        assert ledger is not None
+        await app.ledger.caught_up()
+        courier = Courier(app.engine, ledger, app.settings)
+        if ledger.projection is not None:
+            # An engine that was wiped now would lose the delivery.
+            monkeypatch.setattr(ledger.projection, "wait_present", _nothing_yet)
+            assert await courier.turn() == 0
+            monkeypatch.undo()
+        assert await courier.turn() == 1
+        assert await courier.turn() == 0
+        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+    assert len(receiver.requests) == 1
+
+
+async def _nothing_yet(*_: Any) -> set[Any]:
+    return set()
+
+
 async def test_couriers_side_by_side_tell_once(
     stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,8 @@ from holdfast.observe.current import about, current
 from holdfast.observe.redact import redact, redacted
 
 #: What every record has; the rest was given by the caller with `extra=`.
-_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+#: `color_message` is uvicorn's, for terminals.
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 class JsonLines(logging.Formatter):

@@ -1,8 +1,9 @@
 """Finds in the ledger what others are to be told by webhook, and hands in a delivery for each (requirement H7).
 
 A delivery is a job like any other: it waits, is retried, and ends in the dead letters if nobody takes it. Its
-idempotency key is the delivery's id, and the ledger's row is marked after that. So a courier that dies between the two
-hands the same delivery in again, which is a duplicate; and any number of couriers may work side by side.
+idempotency key is the delivery's id, and the ledger's row is marked after that, once the ledger has the delivery, too:
+an engine that is wiped loses none. So a courier that dies in between hands the same delivery in again, which is a
+duplicate; and any number of couriers may work side by side.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from holdfast.core.job import Envelope, new_job_ids
+from holdfast.core.job import Envelope, Receipt, new_job_ids
 from holdfast.engine.port import MAX_BATCH, Engine
 from holdfast.errors import FeedUnread, LedgerUnavailable
+from holdfast.ledger.keys import JobKey
 from holdfast.settings import Settings
 from holdfast.upkeep.admission import Patience, admit
 from holdfast.upkeep.loop import forever
@@ -29,6 +31,8 @@ _log: Final = logging.getLogger("holdfast.webhooks")
 #: How soon news is looked for when there was none, and rows of one look.
 _PAUSE_S: Final = 1.0
 _LIMIT: Final = 200
+#: How long to wait until deliveries are in the ledger.
+_PATIENCE_MS: Final = 2_000
 
 Row = TypeVar("Row")
 
@@ -79,24 +83,37 @@ class Courier:
         rows = await look(_LIMIT)
         if rows:
             deliveries = [delivery for row in rows for delivery in deliveries_of(row, self._subscribers)]
-            await self._hand_in(deliveries)
+            if not await self._remembered(await self._hand_in(deliveries)):
+                return 0
             # Only now: what is marked is never looked at again.
             await mark(rows)
         return len(rows)
 
-    async def _hand_in(self, deliveries: Sequence[Delivery]) -> None:
+    async def _hand_in(self, deliveries: Sequence[Delivery]) -> list[JobKey]:
+        """The jobs that deliver them, new or known."""
         ids = new_job_ids(len(deliveries))
         envelopes = [self._envelope(job_id, delivery) for job_id, delivery in zip(ids, deliveries, strict=True)]
+        keys: list[JobKey] = []
         for start in range(0, len(envelopes), MAX_BATCH):
-            await self._submit(envelopes[start : start + MAX_BATCH])
+            batch = envelopes[start : start + MAX_BATCH]
+            receipts = await self._submit(batch)
+            keys += [JobKey(each.tenant_id, QUEUE, got.job_id) for each, got in zip(batch, receipts, strict=True)]
+        return keys
 
-    async def _submit(self, envelopes: Sequence[Envelope]) -> None:
+    async def _submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         try:
-            await self._engine.submit(envelopes)
+            return await self._engine.submit(envelopes)
         except FeedUnread as exc:
             # The first delivery ever, or the first after a wipe.
             await admit(self._engine, self._ledger, exc.queue, self._patience)
-            await self._engine.submit(envelopes)
+            return await self._engine.submit(envelopes)
+
+    async def _remembered(self, keys: Sequence[JobKey]) -> bool:
+        """Whether the ledger has all of these jobs; if not, they are handed in again at the next look."""
+        projection = self._ledger.projection
+        if projection is None or not keys:
+            return True
+        return await projection.wait_present(keys, _PATIENCE_MS) >= set(keys)
 
     def _envelope(self, job_id: str, delivery: Delivery) -> Envelope:
         return Envelope(
@@ -107,4 +124,5 @@ class Courier:
             tenant_id=delivery.tenant_id,
             idempotency_key=delivery.webhook_id,
             trace_id=delivery.trace_id,
+            durable=True,
         )

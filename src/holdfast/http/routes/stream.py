@@ -15,8 +15,8 @@ import msgspec
 from holdfast.core.states import FINAL
 from holdfast.errors import LedgerUnavailable, UnknownJob
 from holdfast.http.asgi import Reply
-from holdfast.http.hub import GAP, READY, Listener, Told, encode
-from holdfast.http.hub import Wish as Wanted
+from holdfast.http.listening import GAP, READY, Listener, Told, encode
+from holdfast.http.listening import Wish as Wanted
 from holdfast.http.operation import Answer, Call, operation
 from holdfast.http.places import Cover
 from holdfast.http.streams import CONTENT_TYPE, HEARTBEAT, HEARTBEAT_S, Stream, until_gone
