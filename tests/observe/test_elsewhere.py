@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from holdfast import Fatal, Holdfast
 from holdfast.errors import Denied, EngineUnavailable, HoldfastError, InvalidOption, UsageError
 from holdfast.http.problems import BadRequest, problem_of
+from holdfast.webhooks.messages import Delivery
+from holdfast.webhooks.seal import sealed
 from holdfast.worker.postman import _PostOffice
 from tests.observe.support import scrape
 
@@ -46,9 +48,13 @@ class FakeSender:
 async def test_webhooks_are_counted() -> None:
     async with Holdfast("sqlite://") as app:
         office = _PostOffice(app.engine, app.settings, FakeSender())  # type: ignore[arg-type]
+        delivery = Delivery(
+            url="https://x", webhook_id="w", type="job.succeeded", body="{}", tenant_id="a", trace_id=""
+        )
+        arguments = msgspec.json.decode(sealed(app.settings, delivery))
         for _ in range(2):
             with pytest.raises(Fatal):
-                await office._deliver("https://x", "w", "job.succeeded", "{}")
-        await office._deliver("https://x", "w", "job.succeeded", "{}")
+                await office._deliver(**arguments)
+        await office._deliver(**arguments)
         seen = await scrape(app)
     assert (seen['webhooks_total{result="failed"}'], seen['webhooks_total{result="delivered"}']) == (2, 1)

@@ -135,7 +135,9 @@ def test_settings_are_frozen() -> None:
 
 
 def test_the_engine_gets_whole_milliseconds_and_the_same_defaults() -> None:
-    assert Settings.load(url="redis://h").engine_options() == EngineOptions()
+    settings = Settings.load(url="redis://h")
+    # An engine by itself keeps nothing behind its reader; a deployment does, for event streams.
+    assert settings.engine_options() == EngineOptions(feed_tail=settings.feed_tail)
     options = Settings.load(
         visibility_timeout_s=1.5, heartbeat_interval_s=0.5, ledger="sqlite:///l.db"
     ).engine_options()
