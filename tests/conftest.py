@@ -28,6 +28,9 @@ _TEMPLATE: Final = "holdfast_template"
 MakeServer = Callable[..., RedisServer]
 MakePostgres = Callable[..., PostgresServer]
 
+#: A test that may take so long is one of the long ones.
+_LONG_S: Final = 600.0
+
 
 class Servers:
     """One shared server of each kind, started on demand."""
@@ -182,3 +185,19 @@ def engine_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'holdfast.db'}"
     url: str = request.getfixturevalue("redis_url")
     return url
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take minutes begin early and in different processes: each process gets a stretch of this list, and
+    what is long must not be left to the end."""
+    long = [item for item in items if _patience_s(item) >= _LONG_S]
+    if not long:
+        return
+    rest = [item for item in items if _patience_s(item) < _LONG_S]
+    stride = -(-len(rest) // len(long))
+    items[:] = [item for at, one in enumerate(long) for item in (one, *rest[at * stride : (at + 1) * stride])]
+
+
+def _patience_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker is not None else 0.0

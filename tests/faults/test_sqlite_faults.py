@@ -44,7 +44,7 @@ async def test_two_processes_on_one_file_and_one_is_killed(sqlite_site: Site) ->
     """Both work, the test submits from a third; what the dead one had half written is nobody's problem."""
     site = sqlite_site
     workers = await site.started_all(2, "--concurrency", "5")
-    jobs = [job.id for job in await site.tasks.nap.submit_many((number, 0.01) for number in range(150))]
+    jobs = [job.id for job in await site.tasks.nap.submit_many((number, 0.05) for number in range(150))]
     jobs += [(await site.tasks.flaky.submit()).id for _ in range(10)]
     await eventually(lambda: len({run.pid for run in site.runs()}) == 2 and len(site.runs()) >= 50, "both to work")
     workers[0].kill()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.model import OURS_LEDGER, PGQUEUER, Results
-from benchmarks.options import CORE, LEDGER, parse
+from benchmarks.options import CORE, LEDGER, SERVICE, parse
 from benchmarks.page import page
 from benchmarks.peers.field import FIELD
 from benchmarks.peers.venv import PEERS
@@ -22,8 +22,8 @@ from benchmarks.usage import tree_cpu_s
 @pytest.mark.parametrize(
     ("arguments", "stages"),
     [
-        ([], (*CORE, *LEDGER[:-1])),
-        (["--full"], (*CORE, *LEDGER)),
+        ([], (*CORE, *LEDGER[:-1], *SERVICE)),
+        (["--full"], (*CORE, *LEDGER, *SERVICE)),
         (["--only", "core"], CORE),
         (["--only", "ledger"], LEDGER[:-1]),
         (["--only", "ledger", "--full"], LEDGER),
@@ -51,7 +51,7 @@ def test_peers_can_be_chosen() -> None:
 
 
 def test_every_stage_can_be_run() -> None:
-    assert set(RUN_STAGES) == {*CORE, *LEDGER}
+    assert set(RUN_STAGES) == {*CORE, *LEDGER, *SERVICE}
 
 
 def test_the_page_has_medians_and_ratios() -> None:

@@ -58,7 +58,8 @@ async def doctor(at: Connection, queue: Queues = None, as_json: AsJson = False) 
     if as_json:
         emit_json({"url": redact(settings.url), "ok": not dangers, "findings": [_document(one) for one in findings]})
     else:
-        emit_rows(("check", "", "finding", "what to do"), [_row(one) for one in findings], empty="nothing to check")
+        columns = ("check", "", "finding", "what to do")
+        emit_rows(columns, [_row(one) for one in findings], empty="nothing to check", texts=2)
         note(_summary(settings.url, findings, dangers))
     if dangers:
         raise typer.Exit(ExitCode.FAILED)

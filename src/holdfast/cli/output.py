@@ -44,15 +44,16 @@ def emit_json_line(document: Any) -> None:
     print(msgspec.json.encode(document).decode(), flush=True)
 
 
-def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, empty: str) -> None:
+def emit_rows(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, empty: str, texts: int = 1) -> None:
     """A table for a person (or, where it would have to break ids and numbers, an entry for each row); a header and
-    tab-separated lines for a pipe; a note if there is nothing."""
+    tab-separated lines for a pipe; a note if there is nothing. The last `texts` columns are sentences, which may be
+    broken into lines."""
     if not rows:
         note(empty)
         return
     if on_terminal():
         screen = console()
-        if _fits(columns, rows, screen.width):
+        if _fits(columns, rows, screen.width, texts):
             screen.print(as_table(columns, rows))
         else:
             _print_cards(screen, columns, rows)
@@ -72,10 +73,11 @@ def as_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, ti
     return table
 
 
-def _fits(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int) -> bool:
-    """Whether the table can be shown with nothing broken but the text in its last column."""
-    *names, text = (max(map(cell_len, map(str, column))) for column in zip(columns, *rows, strict=True))
-    return sum(names) + _GAP * len(names) + min(text, _TEXT_WIDTH) <= width
+def _fits(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, texts: int) -> bool:
+    """Whether the table can be shown with nothing broken but the texts in its last columns."""
+    widths = [max(map(cell_len, map(str, column))) for column in zip(columns, *rows, strict=True)]
+    widths[-texts:] = [min(text, _TEXT_WIDTH) for text in widths[-texts:]]
+    return sum(widths) + _GAP * (len(widths) - 1) <= width
 
 
 def _print_cards(screen: Console, columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:

@@ -36,6 +36,7 @@ class Bookkeeping:
         project: bool = True,
     ) -> None:
         """Without queues named: all that the engine has. `project`: bring the feed over, too."""
+        self._ledger = ledger
         self._archivist = Archivist(ledger, settings)
         self._replays = Replays(engine, ledger)
         self._registrar = Registrar(engine, ledger)
@@ -60,15 +61,17 @@ class Bookkeeping:
         """The projector of this process, for its counts."""
         return self._projecting.projector if self._projecting else None
 
+    async def prepare(self) -> None:
+        """Load what people's part of the ledger needs: embedded, nobody may have needed SQLAlchemy yet, and a worker
+        that loads it while its jobs run is slow for a second."""
+        await asyncio.to_thread(lambda: self._ledger.people)
+
     def start(self) -> None:
         """Begin."""
         if self._projecting is not None:
             self._projecting.start()
         self._tasks.append(asyncio.create_task(self._archivist.run()))
-        self._tasks.append(asyncio.create_task(self._replays.run()))
-        self._tasks.append(asyncio.create_task(self._registrar.run()))
-        if self._courier is not None:
-            self._tasks.append(asyncio.create_task(self._courier.run()))
+        self._tasks.append(asyncio.create_task(self._carry_on()))
         if self._reconciler is not None:
             self._tasks.append(asyncio.create_task(self._reconciler.run()))
 
@@ -79,6 +82,13 @@ class Bookkeeping:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._projecting is not None:
             await self._projecting.stop()
+
+    async def _carry_on(self) -> None:
+        """What people decided, and who is to be told."""
+        loops = [self._replays.run(), self._registrar.run()]
+        if self._courier is not None:
+            loops.append(self._courier.run())
+        await asyncio.gather(*loops)
 
     def _wake(self) -> None:
         if self._reconciler is not None:

@@ -196,6 +196,9 @@ class Worker(Listener):
     async def _work(self) -> Ended:
         assert self._engine is not None
         engine = self._engine
+        bookkeeping = self._bookkeeping(engine)
+        if bookkeeping is not None:
+            await bookkeeping.prepare()
         settler = Settler(engine, self._held)
         runner = self._runner = Runner(
             self._app.plans,
@@ -214,7 +217,8 @@ class Worker(Listener):
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
         helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
-        bookkeeping = self._start_bookkeeping(engine)
+        if bookkeeping is not None:
+            bookkeeping.start()
         postman = self._start_postman(engine)
 
         async def end() -> None:
@@ -291,15 +295,13 @@ class Worker(Listener):
         loops = (self._promoter.run(), Pruner(engine, queues).run(), alarm.run())
         return [asyncio.create_task(loop) for loop in loops]
 
-    def _start_bookkeeping(self, engine: Engine) -> Bookkeeping | None:
+    def _bookkeeping(self, engine: Engine) -> Bookkeeping | None:
         ledger = self._app.ledger_port
         if ledger is None or not self._upkeep:
             return None
         settings = self._app.settings
         # All queues, not only ours: nobody else may be there to do it.
-        bookkeeping = Bookkeeping(engine, ledger, settings, name=self.incarnation, project=settings.projector)
-        bookkeeping.start()
-        return bookkeeping
+        return Bookkeeping(engine, ledger, settings, name=self.incarnation, project=settings.projector)
 
     def _start_postman(self, engine: Engine) -> Postman | None:
         if self._app.ledger_port is None or not self._upkeep or not self._app.settings.tells:
