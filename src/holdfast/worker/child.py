@@ -106,13 +106,14 @@ def _load(place: Place) -> Plan | Raised:
 
 
 def _run(plan: Plan, claim: Claim, runner: asyncio.Runner) -> Outcome:
-    current.set(claim)
+    before = current.set(claim)
     context = Context(claim) if plan.context_name is not None else None
     try:
         if inspect.iscoroutinefunction(plan.function):
             return runner.run(perform(plan, claim, context))
         return perform_sync(plan, claim, context)
     finally:
+        current.reset(before)
         sys.stdout.flush()
 
 
