@@ -445,7 +445,8 @@ async def test_a_plain_function_asks_from_its_thread(app: Holdfast) -> None:
 @pytest.mark.parametrize("task", ["asks_in_child", "awaits_in_child"])
 async def test_a_child_process_asks(stores: dict[str, Any], task: str) -> None:
     app = process_tasks.app
-    app.configure(**stores)
+    # The module's own app: an earlier test may have left it a ledger.
+    app.configure(**({"ledger": ""} | stores))
     try:
         async with working(app):
             job = await app.tasks[task].submit("x")

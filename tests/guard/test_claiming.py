@@ -117,7 +117,8 @@ async def test_a_foreign_message_is_shown_to_the_guards(redis_url: str, namespac
 
 async def test_a_child_process_is_not_even_started(stores: dict[str, Any], make_app: MakeApp, tmp_path: Path) -> None:
     app = process_tasks.app
-    app.configure(**stores)
+    # The module's own app: an earlier test may have left it a ledger.
+    app.configure(**({"ledger": ""} | stores))
     stranger = make_app(**stores)
     try:
         async with working(app):
