@@ -7,10 +7,14 @@ SHELL := /bin/bash
 
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
+# Hundreds of Python processes start in a test run: none should compile what the one before it has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST := $(BIN)/python -m pytest
 # Each test has its own store or namespace, so any process may run any of them. Most wait now and then, so there are more
-# processes than cores; those that kill, stop and starve things against the clock of a lease get a core each.
+# processes than cores. Searches take minutes each and are not traced; they, and those that kill, stop and starve things
+# against the clock of a lease, get a core each.
 PYTEST_WORKERS ?= 4
-FAULT_WORKERS  ?= 2
+CORE_WORKERS   ?= 2
 SOURCES := src tests tools examples benchmarks
 
 help: ## show this list
@@ -25,8 +29,9 @@ demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the 
 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
 	@$(BIN)/python tools/servers.py ensure
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m 'not faults' --cov --cov-report= $(ARGS)
-	$(BIN)/python -m pytest -n $(FAULT_WORKERS) --dist worksteal -m faults --cov --cov-append --cov-report=term $(ARGS)
+	$(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal -m 'not faults and not search' --cov --cov-report= $(ARGS)
+	$(PYTEST) -n $(CORE_WORKERS) --dist worksteal -m faults --cov --cov-append --cov-report=term $(ARGS)
+	$(PYTEST) -n $(CORE_WORKERS) --dist load --maxschedchunk 1 -m search $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, import directions, spec coverage
 	$(BIN)/ruff format --check $(SOURCES)

@@ -11,9 +11,10 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
 
 def main() -> int:
@@ -28,14 +29,27 @@ def main() -> int:
         # Only now: `orders.py` reads the settings when it is imported, and so do the workers.
         from demo_story import play
 
-        return asyncio.run(play(Path(folder)))
+        return asyncio.run(_until_ended(play(Path(folder))))
 
 
-def _end(number: int, _: Any) -> NoReturn:
-    """Leave by an exception, so that the workers are ended on the way."""
-    raise SystemExit(128 + number)
+async def _until_ended(story: Coroutine[Any, Any, int]) -> int:
+    """The story's result, or the code of an end by SIGTERM. That comes between two steps of the story: in the middle of
+    a worker's start it would leave that worker behind."""
+    telling = asyncio.create_task(story)
+    ended: list[int] = []
+
+    def end() -> None:
+        ended.append(signal.SIGTERM)
+        telling.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+    try:
+        return await telling
+    except asyncio.CancelledError:
+        if not ended:
+            raise
+        return 128 + ended[0]
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())

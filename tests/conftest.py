@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from holdfast.ledger.migrate import migration_store, up
+from tests.databases import Databases
 from tests.servers import PostgresServer, RedisServer, find_server, in_own_loop
 from tools.servers import POSTGRES, REDIS, REDIS_60, REDIS_62, Server
 
@@ -22,14 +23,8 @@ pytest.register_assert_rewrite(
 #: A Redis that is there already, used instead of one of our own; tests that kill servers start theirs all the same.
 REDIS_URL_VARIABLE: Final = "HOLDFAST_TEST_REDIS_URL"
 
-#: A database with the ledger's tables, of which every test gets a copy.
-_TEMPLATE: Final = "holdfast_template"
-
 MakeServer = Callable[..., RedisServer]
 MakePostgres = Callable[..., PostgresServer]
-
-#: A test that may take so long is one of the long ones.
-_LONG_S: Final = 600.0
 
 
 class Servers:
@@ -100,30 +95,38 @@ def postgres_server() -> Iterator[PostgresServer]:
     server = PostgresServer(find_server(POSTGRES), {"max_connections": "200"}, fsync=False)
     try:
         server.start()
-        server.execute(f"CREATE DATABASE {_TEMPLATE}")
-        _migrate(server.url_of(_TEMPLATE))
         yield server
     finally:
         server.remove()
 
 
+@pytest.fixture(scope="session")
+def databases(postgres_server: PostgresServer) -> Databases:
+    """Databases with the ledger's tables, empty."""
+    return Databases(postgres_server, migrate)
+
+
 @pytest.fixture
 def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     """A database of this test's own, with nothing in it."""
-    yield from _database(postgres_server, "template0")
+    name = f"test_{secrets.token_hex(6)}"
+    postgres_server.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+    yield postgres_server.url_of(name)
+    postgres_server.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture
-def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+def postgres_url(databases: Databases) -> Iterator[str]:
     """A database of this test's own, with the ledger's tables."""
-    yield from _database(postgres_server, _TEMPLATE)
+    with databases.borrow() as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
-def make_postgres_database(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]:
+def make_postgres_database(databases: Databases) -> Iterator[Callable[[], str]]:
     """Databases with the ledger's tables that a file's tests share."""
-    with ExitStack() as made:
-        yield lambda: made.enter_context(contextmanager(_database)(postgres_server, _TEMPLATE))
+    with ExitStack() as borrowed:
+        yield lambda: borrowed.enter_context(databases.borrow())
 
 
 @pytest.fixture
@@ -137,7 +140,7 @@ def make_postgres() -> Iterator[MakePostgres]:
         made.append(fresh)
         fresh.start()
         if migrated:
-            _migrate(fresh.url)
+            migrate(fresh.url)
         return fresh
 
     yield make
@@ -154,14 +157,9 @@ def ledger_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return url
 
 
-def _database(server: PostgresServer, template: str) -> Iterator[str]:
-    name = f"test_{secrets.token_hex(6)}"
-    server.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
-    yield server.url_of(name)
-    server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+def migrate(url: str) -> None:
+    """Give a database the ledger's tables."""
 
-
-def _migrate(url: str) -> None:
     async def create() -> None:
         store = migration_store(url)
         try:
@@ -185,19 +183,3 @@ def engine_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'holdfast.db'}"
     url: str = request.getfixturevalue("redis_url")
     return url
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take minutes begin early and in different processes: each process gets a stretch of this list, and
-    what is long must not be left to the end."""
-    long = [item for item in items if _patience_s(item) >= _LONG_S]
-    if not long:
-        return
-    rest = [item for item in items if _patience_s(item) < _LONG_S]
-    stride = -(-len(rest) // len(long))
-    items[:] = [item for at, one in enumerate(long) for item in (one, *rest[at * stride : (at + 1) * stride])]
-
-
-def _patience_s(item: pytest.Item) -> float:
-    marker = item.get_closest_marker("timeout")
-    return float(marker.args[0]) if marker is not None else 0.0

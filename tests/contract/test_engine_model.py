@@ -79,7 +79,7 @@ def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:
             runner.run(harness.close())
 
 
-@pytest.mark.slow
+@pytest.mark.search
 @pytest.mark.timeout(600)
 def test_sqlite_agrees_with_the_model(tmp_path: Path) -> None:
     # What is tested is not the disk: 75,000 commits need not wait for it.
@@ -88,7 +88,7 @@ def test_sqlite_agrees_with_the_model(tmp_path: Path) -> None:
         explore(SqliteHarness(Path(folder) / "holdfast.db"), EXAMPLES)
 
 
-@pytest.mark.slow
+@pytest.mark.search
 @pytest.mark.redis
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp().parent / "hypothesis-tables"
 
 
+@pytest.mark.search
 @pytest.mark.timeout(_TIMEOUT_S)
 @pytest.mark.parametrize("who", _WHO)
 def test_schemathesis_finds_nothing(who: str, tmp_path: Path, tables: Path) -> None:

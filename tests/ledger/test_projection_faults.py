@@ -211,11 +211,11 @@ def small_disk() -> Iterator[PostgresServer]:
 
 
 async def test_a_full_disk(redis_url: str, namespace: str, small_disk: PostgresServer) -> None:
-    from tests.conftest import _migrate
+    from tests.conftest import migrate
 
     server = small_disk
     server.start()
-    _migrate(server.url)
+    migrate(server.url)
     async with World(redis_url, server.url, namespace) as world:
         await world.admit()
         await world.start()

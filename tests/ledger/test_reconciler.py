@@ -297,7 +297,7 @@ async def test_a_job_whose_end_is_on_its_way_is_not_restored(
 ) -> None:
     """Records of finished jobs expire at once here, and the projector stands still: the engine knows none of the jobs,
     and the ledger has them all as open. A reconciler that does not wait runs every one of them again."""
-    async with rigged(make_redis(), ledger_url, finished_ttl_s=5) as rig:
+    async with rigged(make_redis(), ledger_url) as rig:
         jobs = await rig.submit(50)
         await rig.caught_up()
         await rig.stop_projecting()

@@ -100,12 +100,14 @@ def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:
             runner.run(harness.close())
 
 
+@pytest.mark.search
 @pytest.mark.timeout(300)
 def test_the_fold_agrees_with_sqlite(tmp_path: Path) -> None:
     explore(SqliteHarness(tmp_path / "holdfast.db"), EXAMPLES)
 
 
 @pytest.mark.redis
+@pytest.mark.search
 @pytest.mark.timeout(300)
 def test_the_fold_agrees_with_redis(redis_url: str) -> None:
     explore(RedisHarness(redis_url, f"story-{secrets.token_hex(4)}"), EXAMPLES)
