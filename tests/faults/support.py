@@ -7,6 +7,7 @@ legal story, and nothing is pending, waiting or in line.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -124,6 +125,31 @@ class WorkerProcess:
         if self.alive:
             self._process.kill()
         self._process.wait()
+
+
+def stand_still(process: WorkerProcess, url: str) -> None:
+    """SIGSTOP, but not in the middle of a commit: there it would keep an SQLite file from everybody."""
+    process.pause()
+    while url.startswith("sqlite:///") and not _can_be_written(url.removeprefix("sqlite:///")):
+        process.resume()
+        time.sleep(0.01)
+        process.pause()
+
+
+def _can_be_written(path: str) -> bool:
+    # Those who are awake hold these for milliseconds only.
+    give_up_at = time.monotonic() + 2.0
+    for name in ("queue", "lock"):
+        with open(f"{path}-{name}", "r+b") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > give_up_at:
+                        return False
+                    time.sleep(0.005)
+    return True
 
 
 class Site:

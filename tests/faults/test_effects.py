@@ -15,7 +15,7 @@ from holdfast.core.job import JobView
 from holdfast.errors import EngineUnavailable
 from holdfast.ledger.port import Held, KeyState
 from tests.faults import effects_sample
-from tests.faults.support import SETTINGS, SOURCE, WorkerProcess, eventually
+from tests.faults.support import SETTINGS, SOURCE, WorkerProcess, eventually, stand_still
 from tests.servers import PostgresServer
 
 pytestmark = pytest.mark.faults
@@ -157,7 +157,7 @@ async def test_a_worker_stopped_past_its_lease_resolves_the_doubt_when_it_comes_
     gate = scene.folder / "gate"
     job = await scene.submit("wait_in_a_thread", f'{{"key": "late", "gate": "{gate}"}}'.encode())
     await scene.acted(1)
-    first.pause()
+    stand_still(first, scene.url)
     await scene.worker()
     view = await scene.in_state(job, State.SUSPENDED)
     assert view.failure is not None

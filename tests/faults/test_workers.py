@@ -12,7 +12,7 @@ import pytest
 from holdfast import Job, State
 from holdfast.core.verdict import POISON_PILL
 from tests.faults.conftest import MakeSite
-from tests.faults.support import Site, WorkerProcess, eventually
+from tests.faults.support import Site, WorkerProcess, eventually, stand_still
 from tests.worker.support import working
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(90)]
@@ -77,7 +77,7 @@ async def test_a_worker_that_was_stopped_past_its_lease_changes_nothing(site: Si
     workers = await site.started_all(2)
     jobs = [(await task.submit(str(gate))).id for task in (site.tasks.hold, site.tasks.hold_in_thread) * 2]
     late, taken = await _busy_one(site, workers, jobs)
-    late.pause()
+    stand_still(late, site.url)
     await site.has_runs(taken, 2)
     gate.touch()
     await site.all_is_well(jobs)
