@@ -26,6 +26,7 @@ KEY_BODY = "MIIEpAIBAAKCAQEA7" + "c3Rvbmc" * 20
         f"postgresql://app:{SECRET}@db/x?sslmode=require refused",
         f"amqp://:{SECRET}@broker",
         f"https://host/path?a=1&token={SECRET}&b=2",
+        f"git clone https://{SECRET}@host/repo",
         f"password={SECRET}",
         f"PASSWORD = '{SECRET} with blanks'",
         f'{{"password": "{SECRET}"}}',
@@ -69,6 +70,8 @@ def test_a_json_web_token_is_known_by_its_form() -> None:
     [
         "ada@example.org at 10:30",
         "sqlite:////tmp/a.db",
+        "postgresql://postgres@db/x",
+        "https://host/a@b",
         "max_tokens=100 of 200",
         "KeyError: 'article'",
         "the basic training is over",

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from holdfast.cli.exits import ExitCode
+from holdfast.cli.format import number_of
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.dlq.many import Progress as Tell
 from holdfast.dlq.many import Report, Result
@@ -78,6 +79,17 @@ async def watched(what: str, matched: int, do: Callable[[Tell], Awaitable[Report
         except asyncio.CancelledError:
             note(f"stopped after {done} of {matched}; the same command goes on with the rest")
             raise
+
+
+async def counted_first(
+    do: Callable[..., Awaitable[Report]], question: str, thing: str, what: str, *, dry_run: bool, yes: bool
+) -> Report:
+    """How many it would be, and a question with that number; then all of them."""
+    report = await do(dry_run=True)
+    if dry_run or not report.matched:
+        return report
+    confirm(question.format(number_of(report.matched, thing)), yes=yes)
+    return await watched(what, report.matched, lambda tell: do(progress=tell))
 
 
 def print_report(report: Report, thing: str, *, as_json: bool) -> None:

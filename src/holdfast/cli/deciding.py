@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.asking import All, DryRun, Rate, Yes, confirm, print_report, rate_per_s, watched, which
+from holdfast.cli.asking import All, DryRun, Rate, Yes, confirm, counted_first, print_report, rate_per_s, which
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.dlq import dlq as dlq
 from holdfast.cli.filters import (
@@ -25,7 +26,6 @@ from holdfast.cli.filters import (
     Words,
     letter_filter,
 )
-from holdfast.cli.format import number_of
 from holdfast.cli.letters import changes_text
 from holdfast.cli.output import note
 from holdfast.cli.parse import edited
@@ -98,14 +98,9 @@ async def replay(
             )  # fmt: skip
         else:
             wanted = await letter_filter(offices, *given, None)
-            report = await letters.replay_many(person, wanted, reason=reason, dry_run=True)
-            if not dry_run and report.matched:
-                confirm(f"Replay {number_of(report.matched, 'dead letter')}, {per_s:g} a second?", yes=yes)
-                report = await watched(
-                    "replaying",
-                    report.matched,
-                    lambda tell: letters.replay_many(person, wanted, reason=reason, rate_per_s=per_s, progress=tell),
-                )
+            many = partial(letters.replay_many, person, wanted, reason=reason, rate_per_s=per_s)
+            question = f"Replay {{}}, {per_s:g} a second?"
+            report = await counted_first(many, question, "dead letter", "replaying", dry_run=dry_run, yes=yes)
     print_report(report, "letter", as_json=as_json)
 
 
@@ -149,14 +144,8 @@ async def discard(
             report = await _each(ids, dry_run, ask, letters, person)
         else:
             wanted = await letter_filter(offices, *given, None)
-            report = await letters.discard_many(person, wanted, reason=reason, dry_run=True)
-            if not dry_run and report.matched:
-                confirm(f"Ask to discard {number_of(report.matched, 'dead letter')}?", yes=yes)
-                report = await watched(
-                    "asking",
-                    report.matched,
-                    lambda tell: letters.discard_many(person, wanted, reason=reason, progress=tell),
-                )
+            many = partial(letters.discard_many, person, wanted, reason=reason)
+            report = await counted_first(many, "Ask to discard {}?", "dead letter", "asking", dry_run=dry_run, yes=yes)
     print_report(report, "letter", as_json=as_json)
 
 
@@ -199,12 +188,10 @@ async def confirm_discard(
             report = await _each(ids, dry_run, agree, letters, person)
         else:
             wanted = await letter_filter(offices, *given, None)
-            report = await letters.confirm_many(person, wanted, dry_run=True)
-            if not dry_run and report.matched:
-                confirm(f"Throw {number_of(report.matched, 'dead letter')} away for good?", yes=yes)
-                report = await watched(
-                    "discarding", report.matched, lambda tell: letters.confirm_many(person, wanted, progress=tell)
-                )
+            many = partial(letters.confirm_many, person, wanted)
+            report = await counted_first(
+                many, "Throw {} away for good?", "dead letter", "discarding", dry_run=dry_run, yes=yes
+            )
     print_report(report, "letter", as_json=as_json)
 
 

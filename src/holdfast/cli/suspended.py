@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.asking import All, DryRun, Rate, Yes, confirm, print_report, rate_per_s, watched, which
+from holdfast.cli.asking import All, DryRun, Rate, Yes, counted_first, print_report, rate_per_s, watched, which
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.filters import Code, OneOfQueues, Task, Tenant, Words
-from holdfast.cli.format import job_document, joined, number_of, shorten, span
+from holdfast.cli.format import job_document, joined, shorten, span
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.parse import when
 from holdfast.cli.sheet import print_job
@@ -18,8 +19,7 @@ from holdfast.cli.story import moment
 from holdfast.cli.timeline import rows as timeline_rows
 from holdfast.cli.who import at_work
 from holdfast.core.states import State
-from holdfast.dlq.many import Progress as Tell
-from holdfast.dlq.many import Report, silent
+from holdfast.dlq.many import Report
 from holdfast.dlq.suspended import SuspendedFilter, SuspendedJob
 from holdfast.errors import TransitionInvalid
 
@@ -126,12 +126,7 @@ async def resume(
     single = which(ids, filtered=any(value is not None for value in given), everything=everything)
     async with at_work(at) as (offices, person):
         chosen = ids if single else _filter(await offices.engine.now_ms(), *given)
-
-        async def do(tell: Tell, dry: bool = False) -> Report:
-            return await offices.suspended.resume(
-                person, chosen, reason=reason, dry_run=dry, rate_per_s=per_s, progress=tell
-            )
-
+        do = partial(offices.suspended.resume, person, chosen, reason=reason, rate_per_s=per_s)
         report = await _do(do, "Resume", ids, dry_run=dry_run, yes=yes)
     print_report(report, "job", as_json=as_json)
 
@@ -166,24 +161,16 @@ async def discard(
     single = which(ids, filtered=any(value is not None for value in given), everything=everything)
     async with at_work(at) as (offices, person):
         chosen = ids if single else _filter(await offices.engine.now_ms(), *given)
-
-        async def do(tell: Tell, dry: bool = False) -> Report:
-            return await offices.suspended.discard(person, chosen, reason=reason, dry_run=dry, progress=tell)
-
+        do = partial(offices.suspended.discard, person, chosen, reason=reason)
         report = await _do(do, "Cancel", ids, dry_run=dry_run, yes=yes)
     print_report(report, "job", as_json=as_json)
 
 
 async def _do(do: Callable[..., Awaitable[Report]], verb: str, ids: list[str], *, dry_run: bool, yes: bool) -> Report:
     """Some by their ids at once; of a filter the number first, and a question."""
-    matched = len(ids)
-    if dry_run or not ids:
-        dry = await do(silent, True)
-        matched = dry.matched
-        if dry_run or not matched:
-            return dry
-        confirm(f"{verb} {number_of(matched, 'suspended job')}?", yes=yes)
-    return await watched(verb, matched, do)
+    if ids and not dry_run:
+        return await watched(verb, len(ids), lambda tell: do(progress=tell))
+    return await counted_first(do, f"{verb} {{}}?", "suspended job", verb, dry_run=dry_run, yes=yes)
 
 
 def _filter(

@@ -53,7 +53,7 @@ Exactly = Annotated[str, Meta(max_length=1_000)]
 WebhookUrl = Annotated[
     str,
     Meta(
-        pattern=r"^https?://[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?(/[!-~]{0,1000})?$", examples=["https://example.org/hook"]
+        pattern=r"^https?://[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?(/[!-~]{0,700})?$", examples=["https://example.org/hook"]
     ),
 ]
 PriorityName = Literal["high", "normal", "low"]

@@ -51,6 +51,8 @@ _PRIVATE_KEY: Final = re.compile(
 _REST_OF_KEY: Final = re.compile(r"\A.*-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----", re.DOTALL)
 # Greedy up to the last "@" of the word: a password may itself hold a "@", ":" or "/".
 _CREDENTIALS: Final = re.compile(r"(?P<user>://[^\s:@/]{0,200}):\S{1,4000}@")
+#: Where there is a name alone, it is a key: nobody is called something on the web.
+_WEB_KEY: Final = re.compile(r"(?P<scheme>\bhttps?://)[^\s:@/?#]{1,4000}@", re.IGNORECASE)
 #: To the end of the line: a digest has many parts.
 _AUTHORIZATION: Final = re.compile(r"(?P<name>authorization\\?[\"']?\s{0,3}[:=,]\s{0,3})[^\r\n]+", re.IGNORECASE)
 _BEARER: Final = re.compile(r"\b(?P<name>bearer|basic)\s{1,3}(?=[^\s]*[\d=._-])[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
@@ -123,6 +125,7 @@ def redact(text: str) -> str:
         text = _REST_OF_KEY.sub(BLOT, _PRIVATE_KEY.sub(BLOT, text))
     if "://" in text:
         text = _CREDENTIALS.sub(rf"\g<user>:{BLOT}@", text)
+        text = _WEB_KEY.sub(rf"\g<scheme>{BLOT}@", text)
     lower = text.lower()
     if "authorization" in lower:
         text = _AUTHORIZATION.sub(rf"\g<name>{BLOT}", text)
