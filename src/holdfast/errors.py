@@ -36,7 +36,9 @@
     └─ Unavailable              something holdfast or a task depends on is down; safe to try again
         ├─ EngineUnavailable
         │   └─ EngineRefused    … in a way that trying again may not mend
-        └─ LedgerUnavailable
+        ├─ LedgerUnavailable
+        └─ BrokerUnavailable    Kafka, RabbitMQ, SQS or Redis, of a trigger or of the outbox
+            └─ BrokerRefused    … in a way that trying again may not mend: credentials, a queue that is not there
 
 A task raises `Fatal` to say "do not retry", `Unavailable` to say "a dependency is down, this is not
 my fault" (requirement Y8).
@@ -395,6 +397,18 @@ class LedgerUnavailable(Unavailable):
     """The ledger does not answer. Submission and work go on; effects, steps and queries wait for it."""
 
     code = "LEDGER_UNAVAILABLE"
+
+
+class BrokerUnavailable(Unavailable):
+    """A message broker cannot be reached, or did not confirm in time."""
+
+    code = "BROKER_UNAVAILABLE"
+
+
+class BrokerRefused(BrokerUnavailable):
+    """A broker answers, and says no: wrong credentials, no such queue, no right to it."""
+
+    code = "BROKER_REFUSED"
 
 
 class Fatal(HoldfastError):

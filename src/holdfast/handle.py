@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from holdfast.core.codec import decode_json
-from holdfast.core.job import Attempt, JobView
+from holdfast.core.job import Attempt, Envelope, JobView, Receipt
 from holdfast.core.retry import Duration, duration_ms
 from holdfast.core.states import State
 from holdfast.door import Door
 from holdfast.errors import JobCancelled, JobFailed, UnknownJob, WaitTimeout
+from holdfast.ledger.outbox_store import OutboxEvent, Status
+from holdfast.outbox.enqueue import first_job
 from holdfast.submitter import Desk
 
 R = TypeVar("R")
 
 #: One wait on the engine; longer ones are made of several.
 _WAIT_MS: Final = 5_000
+#: How often to look whether a relay has handed a job in.
+_LOOK_S: Final = 0.05
 
 
 class Way(Protocol):
@@ -27,6 +32,16 @@ class Way(Protocol):
     door: Door
 
     async def desk(self) -> Desk: ...
+
+    async def enlist(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        """Make jobs part of a transaction of the user's."""
+        ...
+
+    def enlist_sync(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]: ...
+
+    async def enlisted(self, tenant_id: str, job_id: str) -> OutboxEvent | None:
+        """The event of such a job, if the transaction is committed and a relay can see it."""
+        ...
 
 
 def decode_plain(result: bytes) -> Any:
@@ -37,22 +52,36 @@ def decode_plain(result: bytes) -> Any:
 class Job(Generic[R]):
     """A handle: cheap, and nothing is asked until a method is called."""
 
-    __slots__ = ("_decode", "_way", "duplicate", "id", "queue")
+    __slots__ = ("_decode", "_outbox_of", "_way", "duplicate", "id", "queue")
 
     def __init__(
-        self, way: Way, job_id: str, queue: str, duplicate: bool, decode: Callable[[bytes], Any] = decode_plain
+        self,
+        way: Way,
+        job_id: str,
+        queue: str,
+        duplicate: bool,
+        decode: Callable[[bytes], Any] = decode_plain,
+        *,
+        outbox_of: str = "",
     ) -> None:
+        """`outbox_of`: the tenant of a job that a relay hands in."""
+        #: Of a job that was submitted in a transaction with an idempotency key: once `result` or `view` has found that
+        #: the key was known, the first job's id.
         self.id = job_id
         self.queue = queue
         #: The idempotency key was known: this is the job that was there first.
         self.duplicate = duplicate
         self._way = way
         self._decode = decode
+        self._outbox_of = outbox_of
 
     async def view(self) -> JobView:
         """Everything the engine knows about it; raises `UnknownJob` once its record has expired."""
         desk = await self._way.desk()
-        return self._known(await desk.get(self.queue, self.id))
+        view = await desk.get(self.queue, self.id)
+        if view is None and self._outbox_of and await self._arrival():
+            view = await desk.get(self.queue, self.id)
+        return self._known(view)
 
     async def state(self) -> State:
         """Where it is now."""
@@ -80,7 +109,13 @@ class Job(Generic[R]):
         while True:
             if timeout_ms is not None:
                 left_ms = max(0, timeout_ms - round((time.monotonic() - began) * 1000))
-            view = self._known(await desk.wait_final(self.queue, self.id, min(left_ms, _WAIT_MS)))
+            view = await desk.wait_final(self.queue, self.id, min(left_ms, _WAIT_MS))
+            if view is None and self._outbox_of and not await self._arrival():
+                if timeout_ms is not None and left_ms <= 0:
+                    raise WaitTimeout(self.id, "in the outbox", timedelta(milliseconds=timeout_ms))
+                await asyncio.sleep(_LOOK_S)
+                continue
+            view = self._known(view or await desk.get(self.queue, self.id))
             match view.state:
                 case State.SUCCEEDED:
                     value: R = self._decode(view.result or b"null")
@@ -95,6 +130,23 @@ class Job(Generic[R]):
     def result_sync(self, timeout: Duration | None = None) -> R:
         """`result` for code without an event loop."""
         return self._way.door.call("result_sync", lambda: self.result(timeout), "await job.result(…)")
+
+    async def _arrival(self) -> bool:
+        """Whether the relay has handed it in; then `id` is the job's, whoever submitted it first.
+
+        Raises `UnknownJob` if there is no event (the transaction was rolled back, or is still open), `JobFailed` if the
+        relay has given it up.
+        """
+        event = await self._way.enlisted(self._outbox_of, self.id)
+        if event is None:
+            raise UnknownJob(self.id)
+        if event.status is Status.DEAD:
+            raise JobFailed(self.id, State.FAILED, "OUTBOX_DEAD", event.last_error)
+        if event.status is not Status.SENT:
+            return False
+        if first := first_job(event):
+            self.id, self.duplicate = first, True
+        return True
 
     def _known(self, view: JobView | None) -> JobView:
         if view is None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from holdfast.core.backoff import Backoff
+from holdfast.core.job import Envelope
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
 from holdfast.guard.gate import Gate
@@ -21,6 +22,7 @@ from holdfast.webhooks.postmark import Postmark
 
 if TYPE_CHECKING:
     # Its queries load SQLAlchemy, which an app without a ledger does not need.
+    from holdfast.ledger.factory import OutboxDoor
     from holdfast.ledger.port import Ledger
 
 _log: Final = logging.getLogger("holdfast.submit")
@@ -42,6 +44,7 @@ class Link:
         gate: Gate | None,
         postmark: Postmark | None,
         durable_timeout_s: float,
+        build_outbox: Callable[[Ledger | None], OutboxDoor | None] = lambda _: None,
     ) -> None:
         self.loop = loop
         self.engine = engine
@@ -52,6 +55,8 @@ class Link:
         self._gate = gate
         self._postmark = postmark
         self._durable_timeout_s = durable_timeout_s
+        self._build_outbox = build_outbox
+        self._outbox: OutboxDoor | None = None
         self._opening = asyncio.Lock()
         #: Opens the ledger; submission does not wait for it for long.
         self._looking: asyncio.Task[None] | None = None
@@ -77,10 +82,24 @@ class Link:
                 await asyncio.wait({self._looking})
             if self.submitter is not None:
                 await self.submitter.close()
+            if self._outbox is not None:
+                await self._outbox.close()
             await self.engine.close()
         finally:
             if self.ledger is not None:
                 await self.ledger.close()
+
+    async def admit(self, envelopes: Sequence[Envelope]) -> list[Envelope]:
+        """What a desk would hand in, checked and shown to the guards alike; needs no engine."""
+        if self._postmark is not None:
+            envelopes = [self._postmark.stamp(envelope) for envelope in envelopes]
+        return list(envelopes if self._gate is None else await self._gate.admit_all(envelopes))
+
+    def outbox(self) -> OutboxDoor | None:
+        """Where the relay's end of the outbox is, open or not; None if there is none."""
+        if self._outbox is None:
+            self._outbox = self._build_outbox(self.ledger)
+        return self._outbox
 
     async def _open_ledger(self, patience_s: float) -> None:
         """A ledger that is down stops nothing (requirement L3), nor does waiting for it: it is looked at as soon as it
@@ -133,8 +152,10 @@ class Links:
         build_gate: Callable[[Ledger | None], Gate | None] = lambda _: None,
         build_postmark: Callable[[Ledger | None], Postmark | None] = lambda _: None,
         front: Callable[[Submitter], Desk] = lambda submitter: submitter,
+        build_outbox: Callable[[Ledger | None], OutboxDoor | None] = lambda _: None,
     ) -> None:
         """`front`: what stands before a submitter, once that is open."""
+        self._build_outbox = build_outbox
         self._build = build
         self._build_ledger = build_ledger
         self._build_gate = build_gate
@@ -165,6 +186,14 @@ class Links:
     def ledger(self) -> Ledger | None:
         """The ledger of the running loop, open or not."""
         return self._link(asyncio.get_running_loop()).ledger
+
+    def outbox(self) -> OutboxDoor | None:
+        """The outbox of the running loop, open or not."""
+        return self._link(asyncio.get_running_loop()).outbox()
+
+    async def admit(self, envelopes: Sequence[Envelope]) -> list[Envelope]:
+        """Jobs as they may be handed in, by whomever."""
+        return await self._link(asyncio.get_running_loop()).admit(envelopes)
 
     async def open(self) -> None:
         """Open the engine of this loop, and its ledger if that can be reached. Safe to call twice."""
@@ -201,7 +230,9 @@ class Links:
                 ledger = self._build_ledger(engine)
                 gate = self._build_gate(ledger)
                 postmark = self._build_postmark(ledger)
-                link = self._links[loop] = Link(loop, engine, ledger, gate, postmark, self._durable_timeout_s)
+                link = self._links[loop] = Link(
+                    loop, engine, ledger, gate, postmark, self._durable_timeout_s, self._build_outbox
+                )
             return link
 
     def _next_engine(self) -> Engine:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from holdfast.guard.approvals import Approvals
     from holdfast.ledger.port import Ledger
     from holdfast.people.tokens import Tokens
+    from holdfast.people.triggering import Triggering
 
 
 class Offices:
@@ -80,6 +81,13 @@ class Offices:
         from holdfast.guard.approvals import Approvals
 
         return Approvals(self.engine, self._remembers("an approval"))
+
+    @cached_property
+    def triggering(self) -> Triggering:
+        """Triggers: who is there, what became of messages, pauses."""
+        from holdfast.people.triggering import Triggering
+
+        return Triggering(self._remembers("the list of triggers"), self._clock)
 
     def _remembers(self, what: str) -> Ledger:
         if self.ledger is None:

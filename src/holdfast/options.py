@@ -25,6 +25,7 @@ class SubmitOptions(TypedDict, total=False):
     """What a caller may write; None is the same as leaving it out."""
 
     idempotency_key: str | None
+    idempotency_window: Duration | None
     delay: Duration | None
     run_at: datetime | None
     priority: Priority | str | None
@@ -36,6 +37,7 @@ class SubmitOptions(TypedDict, total=False):
     hold: bool
     durable: bool
     webhook: str | None
+    connection: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class Options:
     hold: bool = False
     durable: bool = False
     meta: Meta = EMPTY_META
+    #: A connection of the user's: the job is part of its transaction.
+    connection: Any = None
 
     def envelope(self, job_id: str, task: str, payload: bytes) -> Envelope:
         """The submission itself."""
@@ -79,12 +83,16 @@ def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payloa
         raise InvalidOption("give delay or run_at, not both")
     if retry is not None and not isinstance(retry, Retry):
         raise InvalidOption(f"retry must be a Retry(…), not {retry!r}")
+    connection = given.get("connection")
+    if connection is not None and given.get("durable"):
+        raise InvalidOption("give durable or connection, not both: with a connection your own commit makes it durable")
     chosen = given.get("priority")
     meta = Meta(
         priority=priority if chosen is None else parse_priority(chosen),
         retry=retry,
         context=_context(given.get("context"), payload_limit),
         webhook=_webhook(given.get("webhook")),
+        key_window_ms=_window_ms(given.get("idempotency_window"), given.get("idempotency_key")),
     )
     return Options(
         queue=check_name(_or(given.get("queue"), queue), "queue"),
@@ -96,7 +104,20 @@ def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payloa
         hold=given.get("hold", False),
         durable=bool(given.get("durable", False)),
         meta=EMPTY_META if meta == EMPTY_META else meta,
+        connection=connection,
     )
+
+
+def _window_ms(window: Duration | None, key: str | None) -> int:
+    """How long the key is known; 0: as long as the engine's others."""
+    if window is None:
+        return 0
+    if key is None:
+        raise InvalidOption("idempotency_window says how long an idempotency_key is known; give both")
+    window_ms = duration_ms(window, "idempotency_window")
+    if window_ms < 1:
+        raise InvalidOption("idempotency_window must be longer than nothing")
+    return window_ms
 
 
 def check_name(name: object, what: str) -> str:

@@ -6,7 +6,7 @@ Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
@@ -18,10 +18,14 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from holdfast.core.states import ALL_EVENTS
 from holdfast.core.webhook import SUBSCRIBERS, Exceptions, check_target, parse_secrets
 from holdfast.engine.port import EngineOptions, RetryVia
 from holdfast.errors import InvalidOption
 from holdfast.observe.redact import compiled
+
+if TYPE_CHECKING:
+    from holdfast.ledger.publishing import Publishing
 
 _SCHEMES = ("sqlite", "redis", "rediss")
 #: Accepted here, so that the engine can say that they are not supported yet.
@@ -50,6 +54,16 @@ class Subscription(BaseModel):
             if event.partition(".")[0] not in ("job", "approval", "alert"):
                 raise ValueError(f"{event!r} is none of job.*, approval.*, alert.*")
         return events
+
+
+class OutboxTarget(BaseModel):
+    """A broker that events of the outbox go to; what its connection may say is the broker's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: str = Field(min_length=1)
+    #: May hold a password.
+    connection: dict[str, Any] = Field(default_factory=dict, repr=False)
 
 
 class Settings(BaseSettings):
@@ -120,6 +134,34 @@ class Settings(BaseSettings):
     #: Before the second attempt; four times as long before each further one, up to an hour.
     webhook_backoff_s: float = Field(5, ge=0)
 
+    #: Where `outbox_events` is that the relay reads; unset: in the ledger.
+    outbox_url: str | None = None
+    #: Brokers by the name that events call them: `{"default": {"type": "kafka", "connection": {…}}}`.
+    outbox_targets: dict[str, OutboxTarget] = Field(default_factory=dict)
+    #: Whether workers run a relay; `holdfast outbox relay`, `upkeep` and `dev` do.
+    outbox_relay: bool = False
+    #: `plain` publishes the payload as it is.
+    outbox_envelope: Literal["cloudevents", "plain"] = "cloudevents"
+    #: CloudEvents' `source`; empty: `holdfast/<namespace>`.
+    outbox_source: str = ""
+    #: An event that could not be published so often is DEAD.
+    outbox_max_attempts: int = Field(10, ge=1)
+    #: Before the second attempt; twice as long before each further one, up to the maximum.
+    outbox_backoff_base_s: float = Field(1, ge=0)
+    outbox_backoff_max_s: float = Field(600, ge=0)
+    outbox_batch: int = Field(500, ge=1, le=500)
+    #: Whether a DEAD event holds up later ones of its key until somebody revives it.
+    outbox_dead_blocks: bool = True
+    #: How long a relay that died keeps its lanes from others; a publication must be over in half of it.
+    outbox_lease_s: float = Field(30, ge=1)
+    #: How long SENT events are kept.
+    outbox_retention_s: float = Field(_DAY_S, gt=0)
+    #: Events of jobs are published, too, to this one of `outbox_targets`; unset: they are not.
+    publish_events: str | None = None
+    publish_events_topic: str = Field("holdfast.job-events", min_length=1, max_length=255)
+    #: Which of them, as `task.succeeded`; none named: all but heartbeats.
+    publish_event_types: tuple[str, ...] = ()
+
     #: What the names of metrics begin with.
     metrics_prefix: str = Field("holdfast", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$")
     #: So many jobs of a queue in line or running raise an alert, unless an operator has set another number for it.
@@ -175,7 +217,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must begin with one of {', '.join(s + '://' for s in _SCHEMES)}")
         return url
 
-    @field_validator("ledger")
+    @field_validator("ledger", "outbox_url")
     @classmethod
     def _known_ledger(cls, ledger: str | None) -> str | None:
         # Empty is what a shell makes of "not set".
@@ -185,6 +227,13 @@ class Settings(BaseSettings):
         if not separator or scheme not in _LEDGER_SCHEMES:
             raise ValueError("must begin with postgresql:// or sqlite:///")
         return ledger
+
+    @field_validator("outbox_targets")
+    @classmethod
+    def _not_ours(cls, targets: dict[str, OutboxTarget]) -> dict[str, OutboxTarget]:
+        if "holdfast" in targets:
+            raise ValueError("holdfast is the engine itself (transactional enqueue); give the broker another name")
+        return targets
 
     @field_validator("redact")
     @classmethod
@@ -221,6 +270,28 @@ class Settings(BaseSettings):
             )
         return self
 
+    @field_validator("publish_event_types")
+    @classmethod
+    def _happens(cls, types: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := sorted(set(types) - ALL_EVENTS):
+            raise ValueError(f"no job has an event {', '.join(unknown)}; known: {', '.join(sorted(ALL_EVENTS))}")
+        return types
+
+    @model_validator(mode="after")
+    def _events_can_be_published(self) -> Self:
+        if not self.publish_events:
+            return self
+        if self.publish_events == "holdfast":
+            raise ValueError("publish_events (HOLDFAST_PUBLISH_EVENTS): holdfast is the engine itself; name a broker")
+        if self.outbox_url is not None:
+            raise ValueError(
+                "publish_events (HOLDFAST_PUBLISH_EVENTS) writes into the ledger's outbox, which a relay with "
+                "outbox_url (HOLDFAST_OUTBOX_URL) does not read; unset one of them"
+            )
+        if self.ledger is None and not self.embedded:
+            raise ValueError("publish_events (HOLDFAST_PUBLISH_EVENTS) needs a ledger: set ledger (HOLDFAST_LEDGER)")
+        return self
+
     @model_validator(mode="after")
     def _heartbeat_within_lease(self) -> Self:
         if self.heartbeat_interval_s * 2 > self.visibility_timeout_s:
@@ -253,6 +324,15 @@ class Settings(BaseSettings):
         return self.ledger is None or _same_file(self.url, self.ledger)
 
     @property
+    def publishing(self) -> Publishing | None:
+        """Which events of jobs are published, and where to; None: none."""
+        if not self.publish_events:
+            return None
+        from holdfast.ledger.publishing import Publishing
+
+        return Publishing(self.publish_events, self.publish_events_topic, frozenset(self.publish_event_types))
+
+    @property
     def _finished_ttl_s(self) -> float:
         chosen = "finished_ttl_s" in self.model_fields_set and "retention_days" not in self.model_fields_set
         return self.finished_ttl_s if not self.embedded or chosen else self.retention_days * _DAY_S
@@ -273,6 +353,7 @@ class Settings(BaseSettings):
             feed_limit=self.feed_limit,
             feed_tail=self.feed_tail,
             feed_max_bytes=self.feed_max_bytes,
+            publishing=self.publishing if self.embedded else None,
         )
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 
-from holdfast.core.job import Envelope, Priority, new_job_ids
+from holdfast.core.job import Envelope, Priority, Receipt, new_job_ids
 from holdfast.engine.port import MAX_BATCH
 from holdfast.errors import InvalidOption, InvalidPayload
 from holdfast.handle import Job, Way
@@ -29,8 +29,12 @@ class Submittable(Generic[P, R]):
         """Submit one call. Once this returns the job is accepted and will not be lost."""
         options, plan = self._options, self.plan
         payload = plan.arguments.encode(args, kwargs, plan.payload_limit)
+        envelope = options.envelope(new_job_ids(1)[0], plan.name, payload)
+        if options.connection is not None:
+            (job,) = await self._enlist([envelope])
+            return job
         desk = await self._way.desk()
-        receipt = await desk.submit(options.envelope(new_job_ids(1)[0], plan.name, payload))
+        receipt = await desk.submit(envelope)
         return Job(self._way, receipt.job_id, options.queue, receipt.duplicate, plan.arguments.decode_result)
 
     async def submit_many(self, calls: Iterable[tuple[Any, ...]]) -> list[Job[R]]:
@@ -43,13 +47,34 @@ class Submittable(Generic[P, R]):
             raise InvalidOption("one idempotency_key cannot serve many jobs; submit them one by one with their keys")
         queue, decode = self._options.queue, self.plan.arguments.decode_result
         payloads = await self._payloads(calls)
+        if self._options.connection is not None:
+            return await self._enlist(list(self._envelopes(payloads)))
         desk = await self._way.desk()
         receipts = await desk.submit_many(self._envelopes(payloads))
         return [Job(self._way, receipt.job_id, queue, receipt.duplicate, decode) for receipt in receipts]
 
     def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """`submit` for code without an event loop: Django, scripts, threads."""
+        if self._options.connection is not None:
+            return self._enlist_sync(args, kwargs)
         return self._way.door.call("submit_sync", lambda: self.submit(*args, **kwargs), "await task.submit(…)")
+
+    # In the user's own transaction ---------------------------------------------------------------------
+
+    async def _enlist(self, envelopes: list[Envelope]) -> list[Job[R]]:
+        receipts = await self._way.enlist(self._options.connection, envelopes)
+        return [self._enlisted(envelope, receipt) for envelope, receipt in zip(envelopes, receipts, strict=True)]
+
+    def _enlist_sync(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job[R]:
+        plan = self.plan
+        payload = plan.arguments.encode(args, kwargs, plan.payload_limit)
+        envelope = self._options.envelope(new_job_ids(1)[0], plan.name, payload)
+        (receipt,) = self._way.enlist_sync(self._options.connection, [envelope])
+        return self._enlisted(envelope, receipt)
+
+    def _enlisted(self, envelope: Envelope, receipt: Receipt) -> Job[R]:
+        decode = self.plan.arguments.decode_result
+        return Job(self._way, receipt.job_id, envelope.queue, receipt.duplicate, decode, outbox_of=envelope.tenant_id)
 
     async def _payloads(self, calls: Iterable[tuple[Any, ...]]) -> list[bytes]:
         encode, limit, payloads = self.plan.arguments.encode, self.plan.payload_limit, list[bytes]()
@@ -91,6 +116,8 @@ class Task(Submittable[P, R]):
         `context`: JSON values that the task reads as `ctx.context`. `hold`: a person must approve it first.
         `durable`: submitting returns only once the ledger has the job; `NotDurableYet` if that takes too long.
         `webhook`: an address that is told of the job's end, signed; see `holdfast.webhooks`.
+        `connection`: the job is part of the transaction that is open there, see `app.outbox`; it is handed in by a
+        relay once that is committed, and never was if it is rolled back.
         """
         limit = self.plan.payload_limit
         options = make_options(given, queue=self.queue, priority=self.priority, payload_limit=limit)

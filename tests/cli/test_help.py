@@ -57,6 +57,9 @@ WANTED = {
     "holdfast queues concurrency",
     "holdfast queues alert",
     "holdfast queues tenant",
+    "holdfast outbox list",
+    "holdfast outbox retry",
+    "holdfast outbox relay",
     "holdfast dlq list",
     "holdfast dlq groups",
     "holdfast dlq show",
@@ -72,6 +75,13 @@ WANTED = {
     "holdfast approvals show",
     "holdfast approvals approve",
     "holdfast approvals reject",
+    "holdfast trigger run",
+    "holdfast trigger check",
+    "holdfast trigger status",
+    "holdfast trigger executions",
+    "holdfast trigger plan",
+    "holdfast trigger pause",
+    "holdfast trigger resume",
     "holdfast token create",
     "holdfast token list",
     "holdfast token revoke",
@@ -85,7 +95,14 @@ WANTED = {
     "holdfast migrate down",
     "holdfast migrate status",
 }
-READING = WANTED - {"holdfast dev", "holdfast worker", "holdfast upkeep", "holdfast serve"}
+READING = WANTED - {
+    "holdfast dev",
+    "holdfast worker",
+    "holdfast upkeep",
+    "holdfast serve",
+    "holdfast trigger run",
+    "holdfast outbox relay",
+}
 
 
 def test_the_commands_are_all_there() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from holdfast import Context, Holdfast
 from holdfast.core.person import Role
-from tests.http.world import PATIENCE_S, World, sample, serving
+from tests.http.world import PATIENCE_S, World, leave_a_trigger, sample, serving
 
 _PROGRAM: Final = Path(sys.executable).parent / "st"
 #: Every stream tells at once that it is ready; the client goes away then. Waiting is bounded by the service's setting.
@@ -107,6 +107,7 @@ def _app(url: str) -> Holdfast:
 
 def _furnish(world: World) -> None:
     """Something of every kind to be found."""
+    world.call(lambda: leave_a_trigger(world.service))
     jobs = [("add", {"a": 1}), ("refuse", {}), ("park", {}), ("flaky", {}), *[("publish", {"copies": 2})] * 3]
     with world.client() as client:
         for task, payload in jobs:

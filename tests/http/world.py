@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -16,6 +17,7 @@ from holdfast.core.person import Person, Role
 from holdfast.http import create_api
 from holdfast.http.server import HttpServer, bind
 from holdfast.http.service import Service
+from holdfast.ledger.trigger_book import Execution, Presence, Status
 
 T = TypeVar("T")
 
@@ -90,6 +92,34 @@ class World:
     def close(self) -> None:
         for client in self._clients:
             client.close()
+
+
+async def leave_a_trigger(service: Service, name: str = "publish") -> None:
+    """A process that has just told of its trigger, and what it did with messages of two tenants."""
+    ledger = service.offices.ledger
+    assert ledger is not None
+    health = {"status": "healthy", "running": True, "adapter_healthy": True, "active_workers": 4, "paused": False}
+    now_ms = time.time_ns() // 1_000_000
+    presence = Presence(
+        name=name, process="host-1-4711", queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
+    )
+    await ledger.triggers.report([presence], forget_after_ms=60_000)
+    rows = [
+        Execution(
+            tenant_id=tenant,
+            id=f"{name}-{tenant}",
+            message_id="orders/0/17",
+            queue_name="orders",
+            event_name="order.placed",
+            status=status,
+            started_at_ms=now_ms - 40,
+            completed_at_ms=now_ms,
+            agent_run_id="job-1",
+            trace_id="queue-orders/0/17",
+        )
+        for tenant, status in (("default", Status.SUCCESS), ("acme", Status.DUPLICATE))
+    ]
+    await ledger.triggers.record(rows)
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from holdfast.ledger.keys import JobKey
 from holdfast.ledger.ledgers import PostgresLedger
 from holdfast.ledger.letters import LetterFilter
 from holdfast.ledger.listing import JobFilter
+from holdfast.ledger.outbox_store import Mark
+from holdfast.ledger.outbox_store import Status as OutboxStatus
 from holdfast.ledger.people import ApprovalStatus
 from holdfast.ledger.port import DeadLetter, KeyState, Outcome, Reservation, Step
 from holdfast.ledger.postgres.store import Connection, PostgresStore
@@ -31,7 +33,7 @@ JOBS: Final = 40_000
 #: Small tables may be read whole; these are the ones that grow.
 GROWING: Final = (
     *("jobs", "job_events", "dlq_items", "idempotency_keys", "job_steps", "feed_entries", "anomalies"),
-    *("approvals", "approval_votes", "operator_events"),
+    *("approvals", "approval_votes", "operator_events", "outbox_events", "queue_executions"),
 )
 
 _FILL: Final = f"""
@@ -79,6 +81,18 @@ INSERT INTO feed_positions (feed, position, nonce, updated_at) VALUES ('default'
 INSERT INTO feed_entries (feed, position, nonce, at)
 SELECT 'default', lpad(n::text, 8, '0') || '-0', 'n', now() - ({JOBS} - n) * interval '1 minute'
 FROM generate_series(1, {JOBS}) n;
+INSERT INTO outbox_events (tenant_id, id, destination, topic, key, lane, payload, status, next_retry_at, created_at,
+                           sent_at)
+SELECT tenant_id, job_id, 'kafka', 'orders', CASE WHEN job_id LIKE '%5' THEN 'a' ELSE 'k' || job_id END,
+       CASE WHEN job_id LIKE '%5' THEN 7 ELSE length(job_id) * 5 END, '{{}}',
+       CASE WHEN job_id IN ('job-5', 'job-31', 'job-1001') THEN 'RETRYING' WHEN job_id LIKE '%5' OR job_id LIKE '%17'
+            THEN 'NEW' WHEN job_id LIKE '%001' THEN 'DEAD' ELSE 'SENT' END,
+       CASE WHEN job_id IN ('job-5', 'job-31', 'job-1001') THEN now() + interval '1 hour' END, created_at,
+       CASE WHEN job_id NOT IN ('job-5', 'job-31', 'job-1001') AND job_id NOT LIKE '%5' AND job_id NOT LIKE '%17'
+             AND job_id NOT LIKE '%001' THEN created_at END
+  FROM jobs ORDER BY job_id = 'job-5' DESC;
+INSERT INTO queue_executions (tenant_id, id, message_id, queue_name, status, started_at)
+SELECT tenant_id, job_id, 'm-' || job_id, 'orders', 'success', created_at FROM jobs;
 ANALYZE;
 """
 _TELL: Final = """
@@ -194,7 +208,31 @@ READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
     "approvals to tell of": lambda at: at.people.undelivered_approvals(10),
     "approvals that nobody answered": lambda at: at.people.expire(10),
     "replays to hand in": lambda at: at.people.unsubmitted_replays(10),
+    "lanes of the outbox": lambda at: at.outbox.take_lanes("me", ["kafka"], 64, 60_000),
+    "due events": lambda at: _due(at),
+    "the next retry": lambda at: at.outbox.next_due_ms(["kafka"], dead_blocks=True),
+    "destinations that wait": lambda at: at.outbox.destinations(),
+    "what waits": lambda at: at.outbox.backlog(),
+    "events of the outbox": lambda at: at.outbox.find(None, limit=50),
+    "dead events of a tenant": lambda at: at.outbox.find(["acme"], status=OutboxStatus.DEAD),
+    "one event": lambda at: at.outbox.get("default", "job-17"),
+    "reviving": lambda at: at.outbox.revive(None, ["job-9001"], "ann", ""),
+    "sent events to drop": lambda at: at.outbox.prune(40 * 86_400_000, 10),
+    "what became of messages": lambda at: at.triggers.executions(["default"], limit=10),
+    "what became of a queue's": lambda at: at.triggers.executions(["default"], queue_name="orders", limit=10),
+    "what became of one message": lambda at: at.triggers.executions(["acme", "default"], message_id="m-job-17"),
 }
+
+
+async def _due(ledger: PostgresLedger) -> None:
+    outbox = ledger.outbox
+    lanes = await outbox.take_lanes("me", ["kafka"], 64, 60_000)
+    events = await outbox.due("me", lanes, ["kafka"], 100, dead_blocks=True)
+    assert events
+    marks = [
+        Mark(tenant_id=event.tenant_id, id=event.id, status=OutboxStatus.SENT, attempt_count=1) for event in events[:3]
+    ]
+    assert await outbox.mark("me", lanes, marks)
 
 
 async def test_people_read_no_table_whole(ledger: PostgresLedger) -> None:

@@ -42,6 +42,7 @@ def row(job_id: str, state: State = State.QUEUED, **fields: Any) -> dict[str, An
         "last_seq": 1,
         "idempotency_key": job_id,
         "payload": "{}",
+        "meta": None,
         "created_at": NOW,
         "updated_at": NOW,
         "finished_at": NOW if state in FINAL else None,
@@ -89,6 +90,8 @@ async def test_keys_in_their_window_and_keys_of_open_jobs(store: AsyncEngine) ->
             row("no-key"),
             row("elsewhere", queue="other", idempotency_key="k-other"),
             row("theirs", tenant_id="acme", idempotency_key="k-fresh"),
+            row("short", State.SUCCEEDED, idempotency_key="k-short", meta='{"key_window_ms":5000}'),
+            row("short-open", idempotency_key="k-short-open", meta='{"key_window_ms":5000}'),
         ],
     )
     day_ms = 86_400_000
@@ -97,12 +100,17 @@ async def test_keys_in_their_window_and_keys_of_open_jobs(store: AsyncEngine) ->
         ("default", "k-fresh", "fresh"),
         ("acme", "k-fresh", "theirs"),
         ("default", "k-open", "old-open"),
+        ("default", "k-short", "short"),
+        ("default", "k-short-open", "short-open"),
     }
     ends = {key.job_id: key.expires_at_ms for key in known}
     now_ms = round(NOW.timestamp() * 1000)
     assert ends["fresh"] == now_ms + day_ms
     # Never over while its job is open: the engine shortens it when the job ends.
     assert ends["old-open"] >= now_ms + day_ms
+    # A window of its own counts once the job has ended.
+    assert ends["short"] == now_ms + 5000
+    assert ends["short-open"] >= now_ms + day_ms
 
 
 async def test_queues_are_those_whose_feed_was_read(store: AsyncEngine) -> None:

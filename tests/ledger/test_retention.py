@@ -26,6 +26,8 @@ from holdfast.ledger.schema import (
     job_steps,
     jobs,
     operator_events,
+    outbox_events,
+    queue_executions,
 )
 from holdfast.settings import Settings
 from holdfast.upkeep.archivist import BATCH, Archivist
@@ -125,6 +127,27 @@ async def test_the_operators_log_goes_by_age(ledger: Ledger, tables: AsyncEngine
     assert await ledger.prune(KEEP_MS, 1_000) == 1
     async with tables.connect() as connection:
         assert list((await connection.execute(select(operator_events.c.id))).scalars()) == ["e2", "e2"]
+
+
+async def test_messages_go_by_age_unless_they_wait(ledger: Ledger, tables: AsyncEngine) -> None:
+    event = {"destination": "d", "topic": "t", "lane": 0, "payload": "{}", "created_at": OLD}
+    execution = {"message_id": "m", "queue_name": "q", "status": "success"}
+    async with tables.begin() as connection:
+        for tenant in ("acme", "default"):
+            for number, at in enumerate((OLD, OLD, RECENT)):
+                names = {"tenant_id": tenant, "id": f"m{number}"}
+                sent = {"status": "SENT", "sent_at": at}
+                await connection.execute(insert(outbox_events).values(names | event | sent))
+                await connection.execute(insert(queue_executions).values(names | execution | {"started_at": at}))
+            for status, due_at in (("NEW", None), ("DEAD", None), ("RETRYING", OLD)):
+                waits = {"tenant_id": tenant, "id": status, "status": status, "next_retry_at": due_at}
+                await connection.execute(insert(outbox_events).values(event | waits))
+    assert await ledger.prune(KEEP_MS, 3) == 3
+    assert await ledger.prune(KEEP_MS, 1_000) == 5
+    async with tables.connect() as connection:
+        assert list((await connection.execute(select(queue_executions.c.id))).scalars()) == ["m2", "m2"]
+        left = list((await connection.execute(select(outbox_events.c.id))).scalars())
+    assert sorted(left) == sorted(["m2", "NEW", "DEAD", "RETRYING"] * 2)
 
 
 async def test_keys_go_when_they_expire_and_doubt_keeps_its_job(ledger: Ledger, tables: AsyncEngine) -> None:

@@ -27,6 +27,7 @@ def test_nothing_given_is_the_defaults() -> None:
 def test_everything_given_arrives() -> None:
     options = make(
         idempotency_key="k",
+        idempotency_window=timedelta(hours=1),
         delay=timedelta(seconds=1.5),
         priority="low",
         queue="mail",
@@ -41,6 +42,7 @@ def test_everything_given_arrives() -> None:
     assert (envelope.queue, envelope.tenant_id, envelope.idempotency_key) == ("mail", "acme", "k")
     assert (envelope.delay_ms, envelope.run_at_ms, envelope.trace_id, envelope.hold) == (1_500, 0, "t", True)
     assert (envelope.meta.priority, envelope.meta.retry) == (Priority.LOW, Retry(max_retries=1))
+    assert envelope.meta.key_window_ms == 3_600_000
     assert envelope.meta.context == {"at": "2030-01-01T00:00:00Z"}
 
 
@@ -80,6 +82,9 @@ def test_instants(at: datetime, ms: int) -> None:
         ({"idempotency_key": ""}, "idempotency_key must be a text"),
         ({"idempotency_key": "x" * 1_001}, "1001 bytes"),
         ({"idempotency_key": "😀" * 251}, "idempotency_key has 1004 bytes of UTF-8, the limit is 1000"),
+        ({"idempotency_window": 5}, "give both"),
+        ({"idempotency_key": "k", "idempotency_window": 0}, "longer than nothing"),
+        ({"idempotency_key": "k", "idempotency_window": "5"}, "idempotency_window must be a timedelta or a number"),
         ({"trace_id": "ü" * 501}, "trace_id has 1002 bytes"),
         ({"trace_id": ""}, "trace_id must be a text"),
         ({"retry": 3}, r"retry must be a Retry\(…\)"),

@@ -197,6 +197,33 @@ async def test_what_a_person_has_to_see_stays(path: Path) -> None:
         assert look(path, "SELECT count(*) FROM dlq_items") == [(0,)]
 
 
+async def test_sent_events_and_what_became_of_messages_go_by_age(path: Path) -> None:
+    clock = ManualClock()
+    event = (
+        "INSERT INTO outbox_events (tenant_id, id, destination, topic, lane, payload, status, next_retry_at, sent_at, "
+    )
+    event += "created_at) VALUES (?, ?, 'd', 't', 0, '{}', ?, ?, ?, 1)"
+    execution = "INSERT INTO queue_executions (tenant_id, id, message_id, queue_name, status, started_at) VALUES "
+    execution += "(?, ?, 'm', 'q', 'success', ?)"
+    async with opened(path, clock, finished_ttl_ms=1_000) as engine:
+        old, young = clock.now_ms(), clock.now_ms() + 1_500
+
+        def add(transaction: Transaction) -> None:
+            for tenant in ("acme", "default"):
+                for name, at in (("old", old), ("young", young)):
+                    transaction.execute(event, (tenant, name, "SENT", None, at))
+                    transaction.execute(execution, (tenant, name, at))
+                for status in ("NEW", "DEAD", "RETRYING"):
+                    transaction.execute(event, (tenant, status, status, old if status == "RETRYING" else None, None))
+
+        await engine.write(add)
+        clock.advance(2.0)
+        assert await engine.prune([QUEUE]) == 4
+    assert look(path, "SELECT DISTINCT id FROM queue_executions") == [("young",)]
+    kept = look(path, "SELECT DISTINCT id FROM outbox_events ORDER BY id")
+    assert kept == [("DEAD",), ("NEW",), ("RETRYING",), ("young",)]
+
+
 # Other SQL on the same writer -----------------------------------------------------------------------
 
 

@@ -95,7 +95,7 @@ def test_nothing_is_lost_on_the_way(path: Path, version: int) -> None:
     assert look(path, "SELECT queue, position, first_event, nonce, bytes, total_bytes FROM feed_entries") == entries
     # Ids of rows that are gone do not come again.
     more = 2 if version == 2 else 0
-    assert dict(look(path, "SELECT name, seq FROM sqlite_sequence")) == {
+    assert dict(look(path, "SELECT name, seq FROM sqlite_sequence WHERE seq > 0")) == {
         "jobs": 14 + more,
         "events": 37 + more,
         "notices": 3,

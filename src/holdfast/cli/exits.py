@@ -44,7 +44,7 @@ class ExitCode(IntEnum):
         2,
         "wrong call: unknown option, app, task, job or id, misfit arguments, a bad setting, another release's ledger",
     )
-    UNAVAILABLE = 3, "the engine does not answer, or the queue takes no new jobs; safe to try again"
+    UNAVAILABLE = 3, "the engine or a broker does not answer, or the queue takes no new jobs; safe to try again"
     ILLEGAL = 4, "no legal move (`WF_STATE_TRANSITION_INVALID`), or decided already (`CONFLICT`); nothing was changed"
     TIMEOUT = 5, "not finished within the time given; the job goes on"
     REFUSED = 6, "not allowed: no valid token, a role that may not, two people are needed, or a guard says no"

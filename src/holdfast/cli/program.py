@@ -13,9 +13,11 @@ from holdfast.cli.deciding import dlq
 from holdfast.cli.effects import effects
 from holdfast.cli.jobs import jobs
 from holdfast.cli.migrate import migrate
+from holdfast.cli.outbox import outbox
 from holdfast.cli.queues import queues
 from holdfast.cli.suspended import suspended
 from holdfast.cli.tokens import token
+from holdfast.cli.triggers import trigger
 
 app = typer.Typer(
     name="holdfast",
@@ -39,6 +41,8 @@ app.add_typer(dlq, name="dlq")
 app.add_typer(suspended, name="suspended")
 app.add_typer(approvals, name="approvals")
 app.add_typer(effects, name="effects")
+app.add_typer(outbox, name="outbox")
+app.add_typer(trigger, name="trigger")
 app.add_typer(token, name="token")
 log.register(app)
 app.add_typer(migrate, name="migrate")

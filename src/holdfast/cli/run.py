@@ -22,6 +22,7 @@ from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
 from holdfast.observe.metrics import exposition
 from holdfast.observe.scrape import serving
+from holdfast.upkeep.relaying import relaying
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.postman import delivering
 from holdfast.worker.worker import Worker
@@ -120,7 +121,9 @@ async def dev(
             note(f"tasks: {', '.join(sorted(holdfast.tasks)) or 'none'}")
             note("ready; submit from your code or with `holdfast submit`, Ctrl-C ends")
             await _warn(holdfast, queues)
-            async with Stage(holdfast.engine, queues):
+            # With that setting the worker has a relay of its own.
+            own = not holdfast.settings.outbox_relay
+            async with Stage(holdfast.engine, queues), relaying(holdfast, wanted=own):
                 await worker.run()
         note("drained; nothing is lost, open jobs wait for the next start")
 
@@ -174,7 +177,7 @@ async def worker(
         with on_signals(work.drain):
             _announce(holdfast, work, queues)
             await _warn(holdfast, queues)
-            async with under(supervisor, work.drain), _metrics(holdfast, metrics_host, metrics_port):
+            async with under(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port):
                 ended = await work.run()
     _log.info("worker %s ended: %s", work.incarnation, ended, extra={"incarnation": work.incarnation})
 
@@ -197,7 +200,7 @@ async def upkeep(
     log_json: LogJson = False,
     log_level: LogLevel = Level.INFO,
 ) -> None:
-    """Promote, reclaim and prune, without working on jobs.
+    """Promote, reclaim and prune, and publish the outbox's events, without working on jobs.
 
     Workers do this by themselves; it is for when they run with --no-upkeep, or while none runs.
     """
@@ -210,14 +213,15 @@ async def upkeep(
             _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
             async with (
                 delivering(holdfast.engine, holdfast.ledger_port, holdfast.settings),
-                _metrics(holdfast, metrics_host, metrics_port),
+                relaying(holdfast),
+                metrics(holdfast, metrics_host, metrics_port),
             ):
                 await keeper.run()
     _log.info("upkeep ended")
 
 
 @asynccontextmanager
-async def _metrics(app: Holdfast, host: str, port: int | None) -> AsyncIterator[None]:
+async def metrics(app: Holdfast, host: str, port: int | None) -> AsyncIterator[None]:
     """While the block runs: serve metrics, if that was asked for."""
     if port is None:
         yield

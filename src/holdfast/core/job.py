@@ -147,6 +147,8 @@ class Meta(msgspec.Struct, frozen=True, omit_defaults=True):
     traceparent: str = ""
     #: Who submitted it over HTTP, by the name of their token.
     submitted_by: str = ""
+    #: How long after its submission its idempotency key is known, if not for as long as the engine's others.
+    key_window_ms: Instant = 0
 
 
 EMPTY_META: Final = Meta()

@@ -121,6 +121,16 @@ FORKED_EVENT: Final = "ledger.forked"
 #: Adopted messages that turn out to be a second copy of a known job leave this beside the job's moves.
 DUPLICATE_EVENT: Final = "task.duplicate"
 
+#: All that can be in a job's story.
+ALL_EVENTS: Final = frozenset(
+    {
+        *EVENTS.values(),
+        *EVENTS_BY_MOVE.values(),
+        *(event for choices in EVENT_CHOICES.values() for event in choices),
+        *(EXPEDITED_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, FORKED_EVENT, DUPLICATE_EVENT),
+    }
+)
+
 
 def is_legal(from_state: State | None, to_state: State) -> bool:
     """Whether the table knows this move."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
@@ -28,6 +28,9 @@ from holdfast.core.states import State
 from holdfast.core.verdict import Answer, Settlement
 from holdfast.errors import InvalidOption
 from holdfast.observe.counts import Counts
+
+if TYPE_CHECKING:
+    from holdfast.ledger.publishing import Publishing
 
 #: The most jobs that one atomic step handles; larger batches are cut. 500 take a Redis script 4–6 ms.
 MAX_BATCH: Final = 500
@@ -85,6 +88,8 @@ class EngineOptions:
     feed_tail: int = 0
     #: With a reader, intake is refused when the unread feed is larger than this.
     feed_max_bytes: int = 512 * 1024 * 1024
+    #: Events that are published where the engine's file is the ledger; elsewhere the projector does it.
+    publishing: Publishing | None = None
 
     def __post_init__(self) -> None:
         for name in ("visibility_timeout_ms", "finished_ttl_ms", "idempotency_window_ms", "result_ttl_ms"):

@@ -30,6 +30,7 @@ from holdfast.http.tides import Tides
 from holdfast.ledger.queries import Queries
 from holdfast.offices import Offices
 from holdfast.settings import Settings
+from holdfast.upkeep.relaying import relaying
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.postman import delivering
 from holdfast.worker.worker import Worker
@@ -164,7 +165,10 @@ class Service:
     async def _keep(self) -> None:
         await self._opened.wait()
         app = self.app
-        async with delivering(app.engine, app.ledger_port, app.settings):
+        async with (
+            delivering(app.engine, app.ledger_port, app.settings),
+            relaying(app, wanted=app.settings.outbox_relay),
+        ):
             await Upkeep(app.engine, [], app.settings, app.ledger_port).run()
 
     async def _end(self, helpers: list[asyncio.Task[object]]) -> None:

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 from holdfast.clock import Clock
 from holdfast.engine.port import Finding
 from holdfast.engine.sqlite.store import Place
+from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
 
 if TYPE_CHECKING:
+    from holdfast.ledger.outbox_store import OutboxStore
     from holdfast.ledger.people import People
     from holdfast.ledger.port import Effects, Projection, Recovery
     from holdfast.ledger.queries import Queries
     from holdfast.ledger.retention import Marks
     from holdfast.ledger.sqlite.store import SqliteStore
     from holdfast.ledger.telling import Telling
+    from holdfast.ledger.trigger_book import TriggerBook
 
 
 class EmbeddedLedger:
@@ -70,11 +73,25 @@ class EmbeddedLedger:
 
         return Telling(self.store.readers, SqliteMarks(self.store, self._clock))
 
+    @cached_property
+    def triggers(self) -> TriggerBook:
+        from holdfast.ledger.sqlite.triggers import SqliteTriggers
+
+        return SqliteTriggers(self.store, self._clock)
+
+    @cached_property
+    def outbox(self) -> OutboxStore:
+        from holdfast.ledger.sqlite.outbox import SqliteOutbox
+
+        return SqliteOutbox(self.store, self._clock)
+
     async def open(self) -> None:
         """The engine has opened the file, or the first write here does."""
 
     async def close(self) -> None:
         """Give connections back. Safe to call twice."""
+        if "outbox" in self.__dict__:
+            await self.outbox.close()
         if "store" in self.__dict__:
             await self.store.close()
 
@@ -88,4 +105,12 @@ class EmbeddedLedger:
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the file the engine says."""
-        return [Finding("ledger", True, f"embedded in {self._place.path}: every move is in the engine's own commit")]
+        from holdfast.ledger.diagnosis import of_outbox
+
+        fine = Finding("ledger", True, f"embedded in {self._place.path}: every move is in the engine's own commit")
+        try:
+            backlog, now_ms = await self.outbox.backlog(), await self.outbox.now_ms()
+        except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
+            said, _, advice = str(exc).rpartition("; ")
+            return [Finding("ledger", False, said or str(exc), advice)]
+        return [fine, *of_outbox(backlog, now_ms)]

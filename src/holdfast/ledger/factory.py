@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ from holdfast.ledger.owner import engine_name
 from holdfast.settings import Settings
 
 if TYPE_CHECKING:
+    from holdfast.ledger.outbox_store import OutboxStore
     from holdfast.ledger.port import Ledger
 
 
@@ -37,7 +39,47 @@ def build_ledger(settings: Settings, engine: Engine, clock: Clock | None = None)
     return _database(settings, settings.ledger)
 
 
-def _database(settings: Settings, url: str) -> Ledger:
+class OutboxDoor:
+    """The relay's end of the outbox: the ledger's, or that of a database of the user's own."""
+
+    def __init__(self, store: OutboxStore, owner: Ledger | None = None) -> None:
+        """`owner`: has the store's connections, and is opened and closed with it."""
+        self.store = store
+        self._owner = owner
+        self._opening = asyncio.Lock()
+        self._opened = False
+
+    async def open(self) -> OutboxStore:
+        """The store, open. Raises `LedgerUnavailable` or `SchemaMismatch`."""
+        async with self._opening:
+            if not self._opened:
+                if self._owner is not None:
+                    await self._owner.open()
+                await self.store.open()
+                self._opened = True
+        return self.store
+
+    async def close(self) -> None:
+        """Safe to call twice."""
+        self._opened = False
+        await self.store.close()
+        if self._owner is not None:
+            await self._owner.close()
+
+
+def build_outbox(settings: Settings, ledger: Ledger | None, clock: Clock | None = None) -> OutboxDoor | None:
+    """Where `outbox_events` is, not opened yet: `settings.outbox_url`, else the ledger. None: there is neither."""
+    url = settings.outbox_url
+    if url is None:
+        return None if ledger is None else OutboxDoor(ledger.outbox)
+    if urlsplit(url).scheme == "sqlite":
+        own = _file(settings, url, clock or SystemClock(), owned=False)
+    else:
+        own = _database(settings, url, owned=False)
+    return OutboxDoor(own.outbox, own)
+
+
+def _database(settings: Settings, url: str, *, owned: bool = True) -> Ledger:
     from holdfast.ledger.ledgers import PostgresLedger
     from holdfast.ledger.postgres.guard import guard_for
     from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
@@ -47,10 +89,12 @@ def _database(settings: Settings, url: str) -> Ledger:
         connect_timeout_s=settings.connect_timeout_s,
         reply_timeout_s=settings.reply_timeout_s,
     )
-    return PostgresLedger(PostgresStore(url, options, guard_for(settings.namespace, engine_name(settings.url))))
+    # A database of the user's own is not the ledger of this engine: others may use its outbox, too.
+    guard = guard_for(settings.namespace, engine_name(settings.url)) if owned else None
+    return PostgresLedger(PostgresStore(url, options, guard), settings.publishing if owned else None)
 
 
-def _file(settings: Settings, url: str, clock: Clock) -> Ledger:
+def _file(settings: Settings, url: str, clock: Clock, *, owned: bool = True) -> Ledger:
     from holdfast.engine.sqlite.store import Place
     from holdfast.ledger.ledgers import SqliteLedger
     from holdfast.ledger.sqlite.files import prepare_ledger
@@ -60,5 +104,6 @@ def _file(settings: Settings, url: str, clock: Clock) -> Ledger:
     path = sqlite_path(url)
     if path == ":memory:":
         raise InvalidOption("a ledger that remembers nothing is none; name a file: sqlite:///ledger.db")
-    guard = guard_for(settings.namespace, clock, engine_name(settings.url))
-    return SqliteLedger(SqliteStore(Place(path), prepare_ledger, guard), clock)
+    guard = guard_for(settings.namespace, clock, engine_name(settings.url)) if owned else None
+    store = SqliteStore(Place(path), prepare_ledger, guard)
+    return SqliteLedger(store, clock, settings.publishing if owned else None)

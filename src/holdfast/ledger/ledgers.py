@@ -4,37 +4,47 @@ from __future__ import annotations
 
 from holdfast.clock import Clock
 from holdfast.engine.port import Finding
+from holdfast.ledger.outbox_store import OutboxStore
 from holdfast.ledger.people import People
 from holdfast.ledger.port import Effects, Projection, Recovery
 from holdfast.ledger.postgres import diagnosis as postgres_diagnosis
 from holdfast.ledger.postgres import retention as postgres_retention
 from holdfast.ledger.postgres.effects import PostgresEffects
+from holdfast.ledger.postgres.outbox import PostgresOutbox
 from holdfast.ledger.postgres.people import PostgresPeople
 from holdfast.ledger.postgres.projection import PostgresProjection
 from holdfast.ledger.postgres.store import PostgresStore
 from holdfast.ledger.postgres.telling import PostgresMarks
+from holdfast.ledger.postgres.triggers import PostgresTriggers
+from holdfast.ledger.publishing import Publishing
 from holdfast.ledger.queries import Queries
 from holdfast.ledger.recovery import SqlRecovery
 from holdfast.ledger.retention import Marks
 from holdfast.ledger.sqlite import diagnosis as sqlite_diagnosis
 from holdfast.ledger.sqlite import retention as sqlite_retention
 from holdfast.ledger.sqlite.effects import SqliteEffects
+from holdfast.ledger.sqlite.outbox import SqliteOutbox
 from holdfast.ledger.sqlite.people import SqlitePeople
 from holdfast.ledger.sqlite.projection import SqliteProjection
 from holdfast.ledger.sqlite.store import SqliteStore
 from holdfast.ledger.sqlite.telling import SqliteMarks
+from holdfast.ledger.sqlite.triggers import SqliteTriggers
 from holdfast.ledger.telling import Telling
+from holdfast.ledger.trigger_book import TriggerBook
 
 
 class PostgresLedger:
     """In a PostgreSQL database."""
 
-    def __init__(self, store: PostgresStore) -> None:
+    def __init__(self, store: PostgresStore, publishing: Publishing | None = None) -> None:
         self.store = store
-        self.projection: Projection = PostgresProjection(store)
+        self._publishing = publishing
+        self.projection: Projection = PostgresProjection(store, publishing)
         self.effects: Effects = PostgresEffects(store)
         self.people: People = PostgresPeople(store)
         self.telling = Telling(store.readers, PostgresMarks(store))
+        self.triggers: TriggerBook = PostgresTriggers(store)
+        self.outbox: OutboxStore = PostgresOutbox(store)
         self.recovery: Recovery = SqlRecovery(store.readers)
         self.queries = Queries(store.readers)
 
@@ -43,28 +53,32 @@ class PostgresLedger:
 
     async def close(self) -> None:
         await self.projection.close()
+        await self.outbox.close()
         await self.store.close()
 
     def sibling(self) -> PostgresLedger:
-        return PostgresLedger(self.store.sibling())
+        return PostgresLedger(self.store.sibling(), self._publishing)
 
     async def prune(self, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
         return await postgres_retention.prune(self.store, keep_ms, limit, marks)
 
     async def diagnose(self) -> list[Finding]:
-        return await postgres_diagnosis.examine(self.store)
+        return await postgres_diagnosis.examine(self.store, self.outbox)
 
 
 class SqliteLedger:
     """In a SQLite file of its own."""
 
-    def __init__(self, store: SqliteStore, clock: Clock) -> None:
+    def __init__(self, store: SqliteStore, clock: Clock, publishing: Publishing | None = None) -> None:
         self.store = store
         self._clock = clock
-        self.projection: Projection = SqliteProjection(store, clock)
+        self._publishing = publishing
+        self.projection: Projection = SqliteProjection(store, clock, publishing)
         self.effects: Effects = SqliteEffects(store, clock)
         self.people: People = SqlitePeople(store, clock)
         self.telling = Telling(store.readers, SqliteMarks(store, clock))
+        self.triggers: TriggerBook = SqliteTriggers(store, clock)
+        self.outbox: OutboxStore = SqliteOutbox(store, clock)
         self.recovery: Recovery = SqlRecovery(store.readers)
         self.queries = Queries(store.readers)
 
@@ -73,13 +87,14 @@ class SqliteLedger:
 
     async def close(self) -> None:
         await self.projection.close()
+        await self.outbox.close()
         await self.store.close()
 
     def sibling(self) -> SqliteLedger:
-        return SqliteLedger(self.store.sibling(), self._clock)
+        return SqliteLedger(self.store.sibling(), self._clock, self._publishing)
 
     async def prune(self, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
         return await self.store.write(sqlite_retention.prune, self._clock.now_ms(), keep_ms, limit, marks)
 
     async def diagnose(self) -> list[Finding]:
-        return await sqlite_diagnosis.examine(self.store)
+        return await sqlite_diagnosis.examine(self.store, self.outbox)

@@ -5,6 +5,8 @@
 - `Recovery`: what the reconciler reads.
 - `People` (`ledger.people`): tokens, votes, dead letters' fates, the operators' log.
 - `Telling` (`ledger.telling`): what others are to be told by webhook.
+- `TriggerBook` (`ledger.trigger_book`), `OutboxStore` (`ledger.outbox_store`): messages that came in, events on their
+  way out.
 - Queries for people and programs are in `ledger.queries`, read-only.
 
 All methods raise `LedgerUnavailable` when the store does not answer, and may then be called again with the same
@@ -27,9 +29,11 @@ from holdfast.ledger.retention import Marks
 
 if TYPE_CHECKING:
     # Loads SQLAlchemy, which a worker without a ledger does not need.
+    from holdfast.ledger.outbox_store import OutboxStore
     from holdfast.ledger.people import People
     from holdfast.ledger.queries import Queries
     from holdfast.ledger.telling import Telling
+    from holdfast.ledger.trigger_book import TriggerBook
 
 # The projector's end -------------------------------------------------------------------------------
 
@@ -278,6 +282,10 @@ class Ledger(Protocol):
     def people(self) -> People: ...
     @property
     def telling(self) -> Telling: ...
+    @property
+    def triggers(self) -> TriggerBook: ...
+    @property
+    def outbox(self) -> OutboxStore: ...
 
     async def open(self) -> None:
         """Connect and look at the schema. Raises `LedgerUnavailable`, or `SchemaMismatch`."""

@@ -18,7 +18,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from holdfast.core.job import Event
+from holdfast.core.job import Event, Meta
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port import KnownKey
 from holdfast.errors import LedgerUnavailable
@@ -171,7 +171,7 @@ def _open_page(tenant: str, queue: str, mark: _Mark | None, before: datetime | N
 
 def _recent_page(tenant: str, queue: str, after: tuple[datetime, str], limit: int) -> Select[Any]:
     return (
-        select(jobs.c.tenant_id, jobs.c.job_id, jobs.c.state, jobs.c.created_at, jobs.c.idempotency_key)
+        select(jobs.c.tenant_id, jobs.c.job_id, jobs.c.state, jobs.c.created_at, jobs.c.idempotency_key, jobs.c.meta)
         .where(
             jobs.c.tenant_id == tenant,
             _after(jobs.c.created_at, jobs.c.job_id, *after),
@@ -213,8 +213,15 @@ def _open_job(row: Row[Any]) -> OpenJob:
 
 def _known_key(row: Row[Any], now: datetime, window: timedelta) -> KnownKey:
     # The engine shortens an open job's key to the rest of its window when the job ends.
-    begins = row.created_at if State(row.state) in FINAL else now
-    return KnownKey(row.tenant_id, row.idempotency_key, row.job_id, _ms(begins + window))
+    ends = row.created_at + (_own_window(row.meta) or window) if State(row.state) in FINAL else now + window
+    return KnownKey(row.tenant_id, row.idempotency_key, row.job_id, _ms(ends))
+
+
+def _own_window(meta: str | None) -> timedelta | None:
+    # Most have none, and need not be read.
+    if meta is None or '"key_window_ms"' not in meta:
+        return None
+    return timedelta(milliseconds=msgspec.json.decode(meta, type=Meta).key_window_ms)
 
 
 def _envelope(row: Row[Any]) -> dict[str, Any]:

@@ -9,53 +9,29 @@ The embedded engine has the same tables in its own file, with columns more of it
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import (
-    BigInteger,
     CheckConstraint,
     Column,
-    DateTime,
-    Dialect,
     Index,
     Integer,
-    MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
     Table,
     Text,
     text,
 )
-from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from holdfast.core.job import DEFAULT_TENANT
 from holdfast.core.states import FINAL, State
-
-
-class Instant(TypeDecorator[datetime]):
-    """An aware datetime: `timestamptz`, or milliseconds where the store has no such type."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        return dialect.type_descriptor(BigInteger() if dialect.name == "sqlite" else DateTime(timezone=True))
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> Any:
-        if value is None or dialect.name != "sqlite":
-            return value
-        return round(value.timestamp() * 1000)
-
-    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
-        found: datetime | None = value
-        return found if value is None or dialect.name != "sqlite" else datetime.fromtimestamp(value / 1000, UTC)
-
-
-#: Compared byte by byte: cheaper in an index than a language's collation, and every store sorts alike.
-NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
-#: Keys and trace ids that can be looked up: as long as holdfast itself accepts.
-INDEXED_BYTES: Final = 1_000
+from holdfast.ledger.columns import INDEXED_BYTES as INDEXED_BYTES
+from holdfast.ledger.columns import NAME, Instant, tenant
+from holdfast.ledger.columns import metadata as metadata
+from holdfast.ledger.message_tables import outbox_events as outbox_events
+from holdfast.ledger.message_tables import outbox_lanes as outbox_lanes
+from holdfast.ledger.message_tables import queue_executions as queue_executions
+from holdfast.ledger.message_tables import trigger_pauses as trigger_pauses
+from holdfast.ledger.message_tables import trigger_presences as trigger_presences
 
 
 def _listed(states: frozenset[State]) -> str:
@@ -65,23 +41,11 @@ def _listed(states: frozenset[State]) -> str:
 _ALL: Final = _listed(frozenset(State))
 _FINAL: Final = _listed(FINAL)
 
-metadata: Final = MetaData(
-    naming_convention={
-        "pk": "%(table_name)s_pk",
-        "ck": "%(table_name)s_%(constraint_name)s",
-        "ix": "%(table_name)s_%(constraint_name)s",
-    }
-)
-
-
-def _tenant() -> Column[str]:
-    return Column("tenant_id", NAME, nullable=False, server_default=DEFAULT_TENANT)
-
 
 jobs: Final = Table(
     "jobs",
     metadata,
-    _tenant(),
+    tenant(),
     Column("job_id", NAME, nullable=False),
     Column("queue", NAME, nullable=False),
     Column("job_type", NAME, nullable=False),
@@ -172,7 +136,7 @@ Index(
 job_events: Final = Table(
     "job_events",
     metadata,
-    _tenant(),
+    tenant(),
     Column("job_id", NAME, nullable=False),
     Column("queue", NAME, nullable=False),
     Column("seq", Integer, nullable=False),
@@ -192,7 +156,7 @@ job_events: Final = Table(
 dlq_items: Final = Table(
     "dlq_items",
     metadata,
-    _tenant(),
+    tenant(),
     Column("dlq_id", NAME, nullable=False),
     Column("job_id", NAME, nullable=False),
     Column("queue", NAME, nullable=False),
@@ -246,7 +210,7 @@ Index(
 idempotency_keys: Final = Table(
     "idempotency_keys",
     metadata,
-    _tenant(),
+    tenant(),
     Column("key", NAME, nullable=False),
     #: reserved → done | in_doubt; in_doubt → reserved | done.
     Column("state", NAME, nullable=False),
@@ -300,7 +264,7 @@ Index(
 job_steps: Final = Table(
     "job_steps",
     metadata,
-    _tenant(),
+    tenant(),
     Column("job_id", NAME, nullable=False),
     Column("queue", NAME, nullable=False),
     Column("position", Integer, nullable=False),
@@ -316,7 +280,7 @@ job_steps: Final = Table(
 approvals: Final = Table(
     "approvals",
     metadata,
-    _tenant(),
+    tenant(),
     Column("approval_id", NAME, nullable=False),
     Column("job_id", NAME, nullable=False),
     Column("queue", NAME, nullable=False),
@@ -379,7 +343,7 @@ Index(
 approval_votes: Final = Table(
     "approval_votes",
     metadata,
-    _tenant(),
+    tenant(),
     Column("approval_id", NAME, nullable=False),
     Column("person", NAME, nullable=False),
     Column("approve", SmallInteger, nullable=False),
@@ -392,7 +356,7 @@ approval_votes: Final = Table(
 operator_events: Final = Table(
     "operator_events",
     metadata,
-    _tenant(),
+    tenant(),
     #: Ordered by time, like job ids.
     Column("id", NAME, nullable=False),
     Column("type", NAME, nullable=False),
@@ -423,52 +387,11 @@ Index(
 alerts: Final = Table(
     "alerts",
     metadata,
-    _tenant(),
+    tenant(),
     Column("key", NAME, nullable=False),
     Column("raised_at", Instant, nullable=False),
     PrimaryKeyConstraint("tenant_id", "key"),
 )
-
-outbox_events: Final = Table(
-    "outbox_events",
-    metadata,
-    _tenant(),
-    Column("id", NAME, nullable=False),
-    Column("destination", NAME, nullable=False),
-    Column("topic", NAME, nullable=False),
-    Column("key", NAME),
-    Column("payload", Text, nullable=False),
-    Column("headers", Text),
-    Column("status", NAME, nullable=False, server_default="NEW"),
-    Column("attempt_count", Integer, nullable=False, server_default="0"),
-    Column("next_retry_at", Instant),
-    Column("last_error", Text),
-    Column("created_at", Instant, nullable=False),
-    Column("sent_at", Instant),
-    PrimaryKeyConstraint("tenant_id", "id"),
-    CheckConstraint("status IN ('NEW', 'RETRYING', 'SENT', 'DEAD')", name="known_status"),
-    CheckConstraint("(sent_at IS NOT NULL) = (status = 'SENT')", name="sent"),
-)
-
-queue_executions: Final = Table(
-    "queue_executions",
-    metadata,
-    _tenant(),
-    Column("id", NAME, nullable=False),
-    Column("message_id", NAME, nullable=False),
-    Column("queue_name", NAME, nullable=False),
-    Column("event_name", NAME),
-    Column("status", NAME, nullable=False),
-    Column("started_at", Instant, nullable=False),
-    Column("completed_at", Instant),
-    Column("duration_ms", Integer),
-    Column("agent_run_id", NAME),
-    Column("error_message", Text),
-    Column("retry_count", Integer, nullable=False, server_default="0"),
-    Column("trace_id", NAME, nullable=False, server_default=""),
-    PrimaryKeyConstraint("tenant_id", "id"),
-)
-Index("by_message", queue_executions.c.tenant_id, queue_executions.c.message_id, _table=queue_executions)
 
 #: Who may come in over HTTP: of the system, since a token may be of several tenants. Never the secret, only its hash.
 tokens: Final = Table(
@@ -533,7 +456,7 @@ Index("by_time", feed_entries.c.feed, feed_entries.c.at, _table=feed_entries)
 anomalies: Final = Table(
     "anomalies",
     metadata,
-    _tenant(),
+    tenant(),
     Column("id", NAME, nullable=False),
     Column("job_id", NAME, nullable=False),
     Column("queue", NAME, nullable=False),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, Protocol
 
 #: Upper bounds of the histogram of run times, in seconds; a last bucket takes what is longer.
 BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -20,6 +20,11 @@ class Durations:
         self.buckets = [0] * (len(BOUNDS_S) + 1)
         self.total_s = 0.0
 
+    def add_one(self, seconds: float) -> None:
+        """This run alone."""
+        self.buckets[bisect_left(BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
     def add(self, seconds: Sequence[float]) -> None:
         """These runs. A value on a bound belongs below it, as Prometheus has it."""
         # Once for a batch: fifteen looks into a sorted list cost less than one for each of hundreds of runs.
@@ -32,6 +37,43 @@ class Durations:
                 break
         self.buckets[-1] += len(ordered) - below
         self.total_s += sum(ordered)
+
+
+class TriggerNumbers(Protocol):
+    """What is told of a trigger's messages (`triggers.counts`)."""
+
+    @property
+    def queue(self) -> str: ...
+    @property
+    def consumed(self) -> Mapping[Any, int]:
+        """By status, `ledger.trigger_book.Status`."""
+        ...
+
+    @property
+    def durations(self) -> Durations: ...
+    @property
+    def delays(self) -> Durations: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def dedup_hits(self) -> int: ...
+    @property
+    def active_workers(self) -> int: ...
+    @property
+    def lag(self) -> int | None:
+        """None: the broker does not say."""
+        ...
+
+
+@dataclass(slots=True)
+class OutboxNumbers:
+    """What became of events that a relay of this process tried to publish, and how long that took."""
+
+    success: Durations = field(default_factory=Durations)
+    failure: Durations = field(default_factory=Durations)
+    dead: Durations = field(default_factory=Durations)
+    #: From when they were written to when they were sent.
+    delay: Durations = field(default_factory=Durations)
 
 
 @dataclass(slots=True)
@@ -83,9 +125,13 @@ class Counts:
     #: Deliveries of webhooks that were answered well, and tries that were not.
     webhooks_delivered: int = 0
     webhooks_failed: int = 0
+    #: Of the relay, if one runs here.
+    outbox: OutboxNumbers | None = None
     #: Alerts that this process knows to stand, by key.
     alerts: set[str] = field(default_factory=set)
     #: How long runs took whose verdict the engine has applied.
     run_succeeded: Durations = field(default_factory=Durations)
     run_retried: Durations = field(default_factory=Durations)
     run_dead: Durations = field(default_factory=Durations)
+    #: Triggers of this process by name.
+    triggers: dict[str, TriggerNumbers] = field(default_factory=dict)

@@ -15,6 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from holdfast.observe.counts import BOUNDS_S, Counts, Durations
+from holdfast.observe.outbox_families import outbox_families
+from holdfast.observe.trigger_families import trigger_families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class Sight:
     dlq_pending: dict[str, int] = field(default_factory=dict)
     approvals_waiting: dict[str, int] = field(default_factory=dict)
     alerts: Iterable[str] = ()
+    #: Events of the outbox that wait; None: there is none, or it does not answer.
+    outbox_backlog: int | None = None
 
 
 #: Counters without labels: name, help, field.
@@ -90,6 +94,8 @@ class Families(Collector):
         yield from self._counters()
         yield from self._stores()
         yield from self._queues()
+        yield from trigger_families(self._counts.triggers.values())
+        yield from outbox_families(self._counts.outbox, self._sight.outbox_backlog)
 
     # Of this process ---------------------------------------------------------------------------------
 

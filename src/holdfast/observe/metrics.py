@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from holdfast.core.names import queue_prefix
 from holdfast.core.states import State
 from holdfast.engine.port import Engine, QueueStats
-from holdfast.errors import EngineUnavailable, LedgerUnavailable
+from holdfast.errors import EngineUnavailable, LedgerUnavailable, SchemaMismatch
 from holdfast.ledger.port import Ledger
 from holdfast.observe.families import Families, QueueSight, Sight
 from holdfast.settings import Settings
@@ -24,6 +24,7 @@ from holdfast.settings import Settings
 if TYPE_CHECKING:
     # Loads SQLAlchemy, which a worker without a ledger does not need.
     from holdfast.ledger.gauges import Gauges
+    from holdfast.ledger.outbox_store import OutboxStore
 
 _log: Final = logging.getLogger("holdfast.metrics")
 
@@ -32,6 +33,12 @@ _PATIENCE_S: Final = 5.0
 #: Unread feed entries are counted one by one up to here; beyond it is the feed's length that tells.
 _COUNTED: Final = 50
 _WORK: Final = (State.QUEUED, State.RUNNING, State.RETRYING)
+
+
+class Outbox(Protocol):
+    """The relay's end of the outbox."""
+
+    async def open(self) -> OutboxStore: ...
 
 
 class App(Protocol):
@@ -43,6 +50,8 @@ class App(Protocol):
     def engine(self) -> Engine: ...
     @property
     def ledger_port(self) -> Ledger | None: ...
+    @property
+    def outbox_port(self) -> Outbox | None: ...
 
 
 async def exposition(app: App) -> tuple[bytes, str]:
@@ -63,6 +72,7 @@ async def look(app: App) -> Sight:
         dlq_pending={} if gauges is None else gauges.dlq_pending,
         approvals_waiting={} if gauges is None else gauges.approvals_waiting,
         alerts=app.engine.counts.alerts if gauges is None else gauges.alerts,
+        outbox_backlog=await _look_at_outbox(app.outbox_port),
     )
 
 
@@ -76,6 +86,17 @@ async def _look_at_ledger(ledger: Ledger | None) -> Gauges | None:
             return await read_gauges(ledger.queries)
     except (LedgerUnavailable, TimeoutError) as exc:
         _log.info("the ledger does not answer a scrape: %s", exc)
+        return None
+
+
+async def _look_at_outbox(outbox: Outbox | None) -> int | None:
+    if outbox is None:
+        return None
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return (await (await outbox.open()).backlog()).waiting
+    except (LedgerUnavailable, SchemaMismatch, TimeoutError) as exc:
+        _log.info("the outbox does not answer a scrape: %s", exc)
         return None
 
 

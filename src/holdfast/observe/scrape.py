@@ -1,4 +1,4 @@
-"""A small HTTP server for `/metrics`, on the event loop of a worker or of upkeep: those have no other door."""
+"""A small HTTP server for `/metrics`, on the event loop of a worker, upkeep or triggers: those have no other door."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ _PATIENCE_S: Final = 10.0
 
 #: The text, and its content type.
 Exposition = Callable[[], Awaitable[tuple[bytes, str]]]
+Ready = Callable[[], bool]
 
 
 @asynccontextmanager
-async def serving(host: str, port: int, exposition: Exposition) -> AsyncIterator[int]:
-    """Serve until the block ends; gives the port (0 asks for a free one). `InvalidOption` if it cannot be had."""
+async def serving(host: str, port: int, exposition: Exposition, ready: Ready | None = None) -> AsyncIterator[int]:
+    """Serve until the block ends; gives the port (0 asks for a free one). `InvalidOption` if it cannot be had.
+
+    With `ready`, `/readyz` answers 200 or 503.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(await _reply(head, exposition))
+                writer.write(await _reply(head, exposition, ready))
                 await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError) as exc:
             _log.debug("a scrape came to nothing: %r", exc)
@@ -48,9 +52,12 @@ async def serving(host: str, port: int, exposition: Exposition) -> AsyncIterator
         yield bound
 
 
-async def _reply(head: bytes, exposition: Exposition) -> bytes:
+async def _reply(head: bytes, exposition: Exposition, ready: Ready | None) -> bytes:
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
+    if path == b"/readyz" and ready is not None and method in (b"GET", b"HEAD"):
+        status, word = ("200 OK", b"ready\n") if ready() else ("503 Service Unavailable", b"not ready\n")
+        return _response(status, "text/plain; charset=utf-8", word, send=method == b"GET")
     if path != b"/metrics":
         return _response("404 Not Found", "text/plain; charset=utf-8", b"only /metrics is here\n")
     if method not in (b"GET", b"HEAD"):

@@ -86,6 +86,7 @@ class _PostOffice:
 
     #: No effects, and no bookkeeping.
     ledger_port: Ledger | None = None
+    outbox_port = None
 
     def __init__(self, engine: Engine, settings: Settings, sender: Sender) -> None:
         self.engine = engine

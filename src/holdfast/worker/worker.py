@@ -35,6 +35,7 @@ from holdfast.upkeep.bookkeeping import Bookkeeping
 from holdfast.upkeep.loop import Queues
 from holdfast.upkeep.promoter import Promoter
 from holdfast.upkeep.pruner import Pruner
+from holdfast.upkeep.relaying import Outbox, relaying
 from holdfast.worker.ending import Ending
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.locate import locate
@@ -74,6 +75,8 @@ class App(Protocol):
     def engine(self) -> Engine: ...
     @property
     def ledger_port(self) -> Ledger | None: ...
+    @property
+    def outbox_port(self) -> Outbox | None: ...
     def gate(self, ledger: Ledger | None) -> Gate | None: ...
     async def open(self) -> None: ...
 
@@ -199,6 +202,8 @@ class Worker(Listener):
         bookkeeping = self._bookkeeping(engine)
         if bookkeeping is not None:
             await bookkeeping.prepare()
+        relay = AsyncExitStack()
+        await relay.enter_async_context(relaying(self._app, wanted=self._upkeep and self._app.settings.outbox_relay))
         settler = Settler(engine, self._held)
         runner = self._runner = Runner(
             self._app.plans,
@@ -235,6 +240,7 @@ class Worker(Listener):
                 if postman is not None:
                     postman.drain()
                     last.push_async_callback(postman.stop, self._hurrying)
+                last.push_async_callback(relay.aclose)
                 await _end([fetching, *helpers])
                 await ending.finish(runner, fetcher, settler)
 

@@ -134,7 +134,7 @@ class Operators:
             dead_letter,
             PARKING,
             int(explicit),
-            max(1, options.idempotency_window_ms - (now_ms - view.created_at_ms)),
+            max(1, (meta.key_window_ms or options.idempotency_window_ms) - (now_ms - view.created_at_ms)),
             view.attempt,
             meta.retry_count,
             wire.failure_text(failure) if failure else hand.reason,

@@ -92,7 +92,8 @@ class Settling:
                 expiring.append(keys.idempotency(claim.tenant_id, claim.idempotency_key))
                 key_index = count + len(expiring)
                 age_ms = settlement.finished_at_ms - claim.created_at_ms
-                keep_ms = min(options.idempotency_window_ms, max(1, options.idempotency_window_ms - age_ms))
+                window_ms = claim.meta.key_window_ms or options.idempotency_window_ms
+                keep_ms = min(window_ms, max(1, window_ms - age_ms))
             tenant = "" if claim.tenant_id == DEFAULT_TENANT else claim.tenant_id
             if type(settlement.verdict) is Succeed:
                 target, body, data, retries = _success(claim, settlement.verdict.result, settlement.finished_at_ms)

@@ -74,7 +74,7 @@ def _claim_rows(
 ) -> list[Claim]:
     if not rows:
         return []
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     claims = start(transaction, policy, journal, worker, queue, rows)
     journal.close()
     return claims
@@ -155,7 +155,7 @@ def renew(
 
 def _beat(transaction: Transaction, policy: Policy, queue: str, ids: Sequence[int]) -> None:
     now_ms, listed = policy.clock.now_ms(), json_list(ids)
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     journal.wrote(*transaction.add("heartbeat_events", ids=listed, type=HEARTBEAT_EVENT, now=now_ms))
     expect(transaction.run("heartbeat", ids=listed, now=now_ms), len(ids), "heartbeat")
     journal.close()
@@ -182,7 +182,7 @@ def _reclaim_from(transaction: Transaction, policy: Policy, worker: str, queue: 
     poison = [row for row in lost if _lost_leases(row, queue) >= policy.options.max_deliveries]
     lost = [row for row in lost if row not in poison]
 
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     claims = _take_over(transaction, policy, journal, worker, queue, lost) if lost else []
     claims += start(transaction, policy, journal, worker, queue, due) if due else []
     if poison:

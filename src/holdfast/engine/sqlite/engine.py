@@ -288,6 +288,7 @@ class SqliteEngine(Looking, Engine):
 
     async def prune(self, queues: Sequence[str]) -> int:
         count = await self._prune_all(upkeep.prune_effects) + await self._prune_all(upkeep.prune_log)
+        count += await self._prune_all(upkeep.prune_messages)
         for queue in queues:
             count += await self._prune_jobs(queue)
             count += await self._prune_all(upkeep.prune_keys, queue)

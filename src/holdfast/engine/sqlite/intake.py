@@ -154,13 +154,17 @@ def _write(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequ
     rows = [_job_row(envelope, now_ms) for envelope in envelopes]
     last, count = transaction.bulk("submit", rows, before=(now_ms, now_ms, queue))
     expect(count, len(rows), "submit")
-    keys = [(each.tenant_id, each.idempotency_key, each.job_id) for each in envelopes if each.idempotency_key]
+    window_ms = policy.options.idempotency_window_ms
+    keys = [
+        (each.tenant_id, each.idempotency_key, each.job_id, now_ms + (each.meta.key_window_ms or window_ms))
+        for each in envelopes
+        if each.idempotency_key
+    ]
     if keys:
-        expires_at = now_ms + policy.options.idempotency_window_ms
-        transaction.bulk("submit_keys", keys, before=(queue, expires_at))
+        transaction.bulk("submit_keys", keys, before=(queue,))
     transaction.run("use_queue", queue=queue)
     hurry = any(envelope.durable for envelope in envelopes)
-    journal = Journal(transaction, queue, policy.options.feed_limit, hurry=hurry)
+    journal = Journal(transaction, queue, policy.options, hurry=hurry)
     size = sum(len(envelope.payload) for envelope in envelopes)
     journal.wrote(*transaction.add("submit_events", first=last - count + 1, last=last), size)
     journal.close()

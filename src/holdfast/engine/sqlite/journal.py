@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from holdfast.engine.port import EngineOptions
 from holdfast.engine.sqlite.transaction import Transaction
+
+if TYPE_CHECKING:
+    from holdfast.ledger.publishing import Publishing
 
 #: What an event counts towards the limit of an unread feed, beside its payload.
 EVENT_BYTES: Final = 200
@@ -17,11 +21,12 @@ _TRIM_SHARE: Final = 8
 class Journal:
     """The events of one step, which are consecutive; `close` makes them one entry of the feed."""
 
-    def __init__(self, transaction: Transaction, queue: str, feed_limit: int, *, hurry: bool = False) -> None:
+    def __init__(self, transaction: Transaction, queue: str, options: EngineOptions, *, hurry: bool = False) -> None:
         self._transaction = transaction
         self._hurry = hurry
         self._queue = queue
-        self._feed_limit = feed_limit
+        self._feed_limit = options.feed_limit
+        self._publishing = options.publishing
         self._last = 0
         self._count = 0
         self._bytes = 0
@@ -46,7 +51,15 @@ class Journal:
             hurry=int(self._hurry),
         )
         self._transaction.effects.fed.add(self._queue)
+        if self._publishing is not None:
+            self._publish(self._publishing)
         self._trim()
+
+    def _publish(self, publishing: Publishing) -> None:
+        # Imported here: most engines publish nothing.
+        from holdfast.engine.sqlite.publishing import publish
+
+        publish(self._transaction, publishing, self._queue, self._last - self._count + 1, self._last)
 
     def _trim(self) -> None:
         # Now and then: counting the entries costs more than writing one.

@@ -57,7 +57,7 @@ def move(transaction: Transaction, policy: Policy, queue: str, job_id: str, to: 
         raise TransitionInvalid(job_id, row.state, to)
     moves = Moves(transaction, policy, queue)
     moves.add(_move(row, to, order, policy.clock.now_ms()))
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     moves.write(journal)
     log(transaction, policy, journal, queue, order.about(row, row.state, to))
     journal.close()
@@ -85,7 +85,7 @@ def set_control(
         backlog_alert=control.backlog_alert,
         tenants=msgspec.json.encode(control.tenants).decode() if control.tenants else None,
     )
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     deed = Deed(
         type=order.audit,
         actor=order.actor,
@@ -108,7 +108,7 @@ def expedite(transaction: Transaction, policy: Policy, queue: str, job_id: str, 
     before = {"state": row.state, "next_attempt_at_ms": view.as_view().next_attempt_at_ms}
     if not transaction.run("expedite", id=row.id, now=now_ms):
         raise TransitionInvalid(job_id, row.state, State.RUNNING)
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     told = msgspec.json.encode({**order.told, "next_attempt_at_ms": now_ms}).decode()
     counts = (row.attempt, decode_meta(row.meta).retry_count)
     event = (row.id, row.last_seq + 1, EXPEDITED_EVENT, None, None, *counts, "", order.reason, told)
@@ -124,7 +124,7 @@ def take(transaction: Transaction, policy: Policy, worker: str, queue: str, job_
     if not is_legal(row.state, State.RUNNING):
         raise TransitionInvalid(job_id, row.state, State.RUNNING)
     transaction.run("see_worker", worker=worker, queue=queue, now=policy.clock.now_ms())
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     (claim,) = start(transaction, policy, journal, worker, queue, [row], early=True)
     journal.close()
     return claim

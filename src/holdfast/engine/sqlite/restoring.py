@@ -95,14 +95,19 @@ def _write(transaction: Transaction, policy: Policy, queue: str, jobs: Sequence[
     expect(count, len(rows), "restore")
     window_ms = policy.options.idempotency_window_ms
     keys = [
-        KnownKey(job.tenant_id, job.idempotency_key, job.job_id, job.created_at_ms + window_ms)
+        KnownKey(
+            job.tenant_id,
+            job.idempotency_key,
+            job.job_id,
+            job.created_at_ms + (job.meta.key_window_ms or window_ms),
+        )
         for job in jobs
         if job.idempotency_key and job.idempotency_key != job.job_id
     ]
     if keys:
         remember_keys(transaction, queue, keys)
     transaction.run("use_queue", queue=queue)
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     events = [_event(row_id, job, now_ms) for row_id, job in enumerate(jobs, last - count + 1)]
     journal.wrote(*transaction.bulk("events", events, before=(now_ms,)))
     journal.close()

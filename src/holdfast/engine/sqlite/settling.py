@@ -102,7 +102,7 @@ def settle(transaction: Transaction, policy: Policy, queue: str, settlements: Se
             transaction.effects.ended.append((queue, row.job_id))
         else:
             moves.add(_move(row, token, settlement, policy))
-    journal = Journal(transaction, queue, policy.options.feed_limit)
+    journal = Journal(transaction, queue, policy.options)
     if done:
         _succeed(transaction, policy, journal, done)
     moves.write(journal)

@@ -55,6 +55,14 @@ def prune_log(transaction: Transaction, policy: Policy) -> int:
     return transaction.run("prune_log", before=_expired_ms(policy), limit=PRUNE_BATCH)
 
 
+def prune_messages(transaction: Transaction, policy: Policy) -> int:
+    """Some of what was sent, and became of messages, long ago. Call again while it gives `PRUNE_BATCH`."""
+    transaction.begin()
+    before = _expired_ms(policy)
+    gone = transaction.run("prune_outbox", before=before, limit=PRUNE_BATCH)
+    return gone + transaction.run("prune_executions", before=before, limit=max(0, PRUNE_BATCH - gone))
+
+
 def prune_audits(transaction: Transaction, policy: Policy, queue: str) -> int:
     """The same in the feed. Call again while it gives `PRUNE_BATCH`."""
     transaction.begin()

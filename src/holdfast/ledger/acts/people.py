@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
 
 from holdfast.ledger.acts import approvals, effects, letters, log, tokens
-from holdfast.ledger.acts.steps import Act
+from holdfast.ledger.acts.running import Acts
 from holdfast.ledger.people import Action, ApprovalRow, People, ReplayRow, TokenRow
 from holdfast.ledger.port import Outcome
 
-T = TypeVar("T")
 
-
-class SqlPeople(People):
+class SqlPeople(Acts, People):
     """A store says how an act is run."""
-
-    @abstractmethod
-    async def _run(self, act: Act[T]) -> T:
-        """In one transaction; what it returns, once that is committed. An error that it returns is raised then."""
-
-    async def _look(self, act: Act[T]) -> T:
-        """The same for one that only reads: a store that has one writer need not keep others from writing for it."""
-        return await self._run(act)
 
     async def add_token(self, token: TokenRow, action: Action) -> None:
         await self._run(tokens.add(token, action))

@@ -1,6 +1,6 @@
 """An act is a generator: it yields SQLAlchemy statements and is sent their rows, all within one transaction.
 
-So each act is written once and every store runs it: `ledger.postgres.people`, `ledger.sqlite.people`. What an act
+So each act is written once and every store runs it: `ledger.postgres.acts`, `ledger.sqlite.acts`. What an act
 raises takes the transaction back. An error that it *returns* is raised after the commit: for what has to be written
 down although the caller is refused.
 """

@@ -6,6 +6,8 @@ from typing import Final
 
 from holdfast.engine.port import Finding
 from holdfast.errors import HoldfastError, InvalidOption, LedgerUnavailable, SchemaMismatch
+from holdfast.ledger.diagnosis import of_outbox
+from holdfast.ledger.outbox_store import OutboxStore
 from holdfast.ledger.postgres.store import PostgresStore
 from holdfast.ledger.version import HEAD
 
@@ -23,11 +25,12 @@ SELECT (SELECT count(*) FROM anomalies WHERE at > now() - interval '1 day') AS o
 """
 
 
-async def examine(store: PostgresStore) -> list[Finding]:
+async def examine(store: PostgresStore, outbox: OutboxStore) -> list[Finding]:
     """Never raises for a ledger that is down or wrong: that is the finding."""
     try:
         (state,) = await store.fetch(_STATE)
         (work,) = await store.fetch(_OLDEST)
+        backlog, now_ms = await outbox.backlog(), await outbox.now_ms()
     except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
         return [_unusable(exc)]
     findings = [Finding("ledger", True, f"{store.name}, PostgreSQL {state['version']}, schema {HEAD}")]
@@ -54,7 +57,7 @@ async def examine(store: PostgresStore) -> list[Finding]:
         findings.append(
             Finding("ledger anomalies", False, found, "`holdfast verify --ledger` lists them", warning=True)
         )
-    return findings
+    return findings + of_outbox(backlog, now_ms)
 
 
 def _unusable(error: HoldfastError) -> Finding:

@@ -42,9 +42,10 @@ def payload(queue: str, position: str) -> str:
 class News:
     """Of one store, on one event loop."""
 
-    def __init__(self, connect: Callable[[], Awaitable[asyncpg.Connection]], name: str) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[asyncpg.Connection]], name: str, channel: str = CHANNEL) -> None:
         self._connect = connect
         self._name = name
+        self._channel = channel
         self._room = WaitingRoom(self._waiting)
         self._task: asyncio.Task[None] | None = None
 
@@ -85,7 +86,7 @@ class News:
         """Until the connection breaks."""
         gone = asyncio.Event()
         connection.add_termination_listener(lambda _: gone.set())
-        await connection.add_listener(CHANNEL, self._heard)
+        await connection.add_listener(self._channel, self._heard)
         backoff.reset()
         self._room.tell_all()
         while True:

@@ -42,6 +42,7 @@ from holdfast.ledger.postgres.copying import event_rows
 from holdfast.ledger.postgres.news import payload
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 from holdfast.ledger.presence import Presence, wait_moved
+from holdfast.ledger.publishing import Publishing, published_rows
 from holdfast.ledger.rows import (
     ANOMALY_COLUMNS,
     EVENT_COLUMNS,
@@ -68,8 +69,9 @@ _MILLISECOND: Final = timedelta(milliseconds=1)
 class PostgresProjection(Projection):
     """The projector's writing end on PostgreSQL."""
 
-    def __init__(self, store: PostgresStore) -> None:
+    def __init__(self, store: PostgresStore, publishing: Publishing | None = None) -> None:
         self._store = store
+        self._publishing = publishing
         self._presence = Presence(self._look, store.news)
         #: Events written while the tables may be without statistics; None: they have some.
         self._unplanned: int | None = 0
@@ -124,6 +126,7 @@ class PostgresProjection(Projection):
             [entry.nonce for entry in spoken],
         )
         events = list(told(entries, queue))
+        batch = _Batch(queue, self._publishing)
         looked_up = False
 
         async def write(how: Callable[[Connection], Any], connection: Connection) -> tuple[int, int]:
@@ -134,13 +137,13 @@ class PostgresProjection(Projection):
 
         try:
             ready = _Ready(assume(events), queue) if prepared is None else prepared
-            anomalies, letters = await self._store.transact(partial(write, _Batch(queue).writer(ready)))
+            anomalies, letters = await self._store.transact(partial(write, batch.writer(ready)))
         except Exception as exc:
             if not _is_refused(exc):
                 raise
             _log.debug("a batch of %s is looked up: %r", queue, exc)
             looked_up, careful = True, [cleaned(event) for event in events]
-            anomalies, letters = await self._store.transact(partial(write, _Batch(queue).careful_writer(careful)))
+            anomalies, letters = await self._store.transact(partial(write, batch.careful_writer(careful)))
         if self._unplanned is not None:
             await self._see_to_statistics(len(events))
         return Projected(at, len(events), anomalies, letters, looked_up)
@@ -228,8 +231,9 @@ class _Ready:
 class _Batch:
     """The rows of one batch of one queue, on a connection in a transaction."""
 
-    def __init__(self, queue: str) -> None:
+    def __init__(self, queue: str, publishing: Publishing | None) -> None:
         self._queue = queue
+        self._publishing = publishing
 
     def writer(self, ready: _Ready) -> Callable[[Connection], Any]:
         """The fast way: raises `Misfit` if a row does not fit."""
@@ -284,6 +288,8 @@ class _Batch:
             await connection.copy_records_to_table("jobs", columns=JOB_COLUMNS, records=ready.new)
         events = event_rows(drafts, self._queue)
         await connection.copy_to_table("job_events", source=events, columns=EVENT_COLUMNS, format="binary")
+        if self._publishing is not None:
+            await self._publish(connection, self._publishing, drafts)
         if ready.asks:
             await connection.execute(sql.ASK, self._queue, *zip(*ready.asks, strict=True))
         if ready.closed:
@@ -296,6 +302,11 @@ class _Batch:
         if folded.anomalies:
             await self._note_anomalies(connection, folded.anomalies)
         return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
+
+    async def _publish(self, connection: Connection, publishing: Publishing, drafts: Sequence[Draft]) -> None:
+        rows = published_rows(publishing, drafts, self._queue, _instant)
+        if rows:
+            await connection.execute(sql.PUBLISH, *zip(*rows, strict=True))
 
     async def _update(
         self, connection: Connection, statement: str, drafts: Sequence[Draft], arrays: Sequence[Any]

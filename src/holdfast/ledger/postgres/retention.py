@@ -22,6 +22,7 @@ _JOB_TENANTS: Final = _TENANTS.format(table="jobs")
 _KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
 _ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
 _LOG_TENANTS: Final = _TENANTS.format(table="operator_events")
+_EXECUTION_TENANTS: Final = _TENANTS.format(table="queue_executions")
 _BEGINNING: Final = (datetime(1970, 1, 1, tzinfo=UTC), "")
 
 #: `created_at` has an index and is never later than `finished_at`. `last_seq` is how many events a job has, so that the
@@ -97,6 +98,28 @@ WITH gone AS (
 SELECT count(*) FROM dropped
 """
 
+#: What became of messages.
+PRUNE_EXECUTIONS: Final = """
+WITH gone AS (
+    SELECT tenant_id, id FROM queue_executions
+    WHERE tenant_id = $1 AND started_at < now() - $2::interval ORDER BY started_at LIMIT $3 FOR UPDATE SKIP LOCKED
+), dropped AS (
+    DELETE FROM queue_executions e USING gone g WHERE e.tenant_id = g.tenant_id AND e.id = g.id RETURNING 1
+)
+SELECT count(*) FROM dropped
+"""
+
+#: Of all tenants at once. What waits or is dead stays.
+PRUNE_OUTBOX: Final = """
+WITH gone AS (
+    SELECT position FROM outbox_events
+    WHERE status = 'SENT' AND sent_at < now() - $1::interval ORDER BY sent_at LIMIT $2 FOR UPDATE SKIP LOCKED
+), dropped AS (
+    DELETE FROM outbox_events e USING gone g WHERE e.position = g.position RETURNING 1
+)
+SELECT count(*) FROM dropped
+"""
+
 PRUNE_KEYS: Final = """
 WITH gone AS (
     SELECT tenant_id, key FROM idempotency_keys
@@ -145,6 +168,11 @@ async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: Marks | N
         for (tenant,) in await connection.fetch(_LOG_TENANTS):
             if gone < limit:
                 gone += await connection.fetchval(PRUNE_LOG, tenant, keep, limit - gone)
+        for (tenant,) in await connection.fetch(_EXECUTION_TENANTS):
+            if gone < limit:
+                gone += await connection.fetchval(PRUNE_EXECUTIONS, tenant, keep, limit - gone)
+        if gone < limit:
+            gone += await connection.fetchval(PRUNE_OUTBOX, keep, limit - gone)
         for (tenant,) in await connection.fetch(_KEY_TENANTS):
             if gone < limit:
                 gone += await connection.fetchval(PRUNE_KEYS, tenant, limit - gone)

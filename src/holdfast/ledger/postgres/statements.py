@@ -8,6 +8,7 @@ from typing import Final
 from holdfast.ledger.asking import ASK_COLUMNS, CLOSING_COLUMNS, DEED_COLUMNS
 from holdfast.ledger.folding import UNKNOWN_PAYLOAD, UNKNOWN_TASK
 from holdfast.ledger.postgres.news import CHANNEL
+from holdfast.ledger.publishing import PUBLISHED_COLUMNS
 
 #: Who stands by only looks: no lock, nothing written.
 TAKEN: Final = """
@@ -214,3 +215,10 @@ POSITION: Final = "SELECT position, nonce FROM feed_positions WHERE feed = $1"
 PRESENT: Final = f"""
 SELECT u.place FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}
  WHERE NOT (j.job_type = '{UNKNOWN_TASK}' AND j.payload = '{UNKNOWN_PAYLOAD}')"""  # noqa: S608
+
+#: Job events for the outbox, in this order.
+PUBLISH: Final = f"""
+INSERT INTO outbox_events ({", ".join(PUBLISHED_COLUMNS)})
+SELECT * FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::text[], $6::smallint[], $7::text[], $8::text[],
+                     $9::timestamptz[])
+ON CONFLICT DO NOTHING"""  # noqa: S608 - constants

@@ -345,10 +345,11 @@ class _Reader(asyncpg.Connection):
 
 
 #: Whatever writes finds its rows by a key. It is planned each time: a plan that was made while a table was empty would
-#: read all of it, and be kept until the table is analysed.
+#: read all of it, and be kept until the table is analysed. Nor is it compiled, which takes half a second: the settings
+#: pretend costs that it has not.
 _GO_BY_KEYS: Final = (
     "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off;"
-    " SET plan_cache_mode = force_custom_plan"
+    " SET plan_cache_mode = force_custom_plan; SET jit = off"
 )
 
 

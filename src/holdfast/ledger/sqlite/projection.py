@@ -35,6 +35,7 @@ from holdfast.ledger.folding import (
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
 from holdfast.ledger.presence import Presence, wait_moved
+from holdfast.ledger.publishing import OUTBOX_NEWS, Publishing, published_rows
 from holdfast.ledger.rows import (
     Row,
     anomaly_rows,
@@ -54,8 +55,9 @@ _log: Final = logging.getLogger("holdfast.ledger")
 class SqliteProjection(Projection):
     """The projector's writing end on a SQLite file."""
 
-    def __init__(self, store: SqliteStore, clock: Clock) -> None:
+    def __init__(self, store: SqliteStore, clock: Clock, publishing: Publishing | None = None) -> None:
         self._store = store
+        self._publishing = publishing
         self._clock = clock
         self._presence = Presence(self._look, store.news)
 
@@ -109,7 +111,7 @@ class SqliteProjection(Projection):
                 raise PositionMoved(queue)
             transaction.execute(sql.ENTRIES, {"queue": queue, "now": now_ms, "rows": to_json(spoken)})
             transaction.effects.recorded.add(queue)
-            return _write_carefully(transaction, queue, events)
+            return _write_carefully(transaction, queue, events, self._publishing)
 
         anomalies, letters = await self._store.write(write)
         return Projected(Position(last.position, last.nonce), len(events), anomalies, letters)
@@ -167,12 +169,17 @@ def _rows(transaction: Transaction, statement: str, values: dict[str, Any]) -> l
     return rows
 
 
-def _write_carefully(transaction: Transaction, queue: str, events: list[Event]) -> tuple[int, int]:
+def _write_carefully(
+    transaction: Transaction, queue: str, events: list[Event], publishing: Publishing | None
+) -> tuple[int, int]:
     """Anomalies and dead letters that were written. Always comes to an end: a batch that the file refuses is halved
     until the one event is found that it cannot take."""
     transaction.execute("SAVEPOINT part")
     try:
-        done = _write(transaction, queue, fold(events, _look_up(transaction, queue, events)))
+        folded = fold(events, _look_up(transaction, queue, events))
+        done = _write(transaction, queue, folded)
+        if publishing is not None:
+            _publish(transaction, queue, folded, publishing)
     except Exception as exc:
         if not _is_refused(exc):
             raise
@@ -181,7 +188,7 @@ def _write_carefully(transaction: Transaction, queue: str, events: list[Event]) 
         transaction.execute("RELEASE part")
         if len(events) == 1:
             return _give_up(transaction, queue, events[0], exc), 0
-        parts = [_write_carefully(transaction, queue, half) for half in halves(events)]
+        parts = [_write_carefully(transaction, queue, half, publishing) for half in halves(events)]
         return sum(anomalies for anomalies, _ in parts), sum(letters for _, letters in parts)
     transaction.execute("RELEASE part")
     return done
@@ -228,6 +235,13 @@ def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, i
     if folded.anomalies:
         transaction.execute(sql.INSERT_ANOMALIES, (to_json(anomaly_rows(folded.anomalies, queue, _instant)),))
     return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
+
+
+def _publish(transaction: Transaction, queue: str, folded: Folded, publishing: Publishing) -> None:
+    rows = published_rows(publishing, folded.drafts, queue, _instant)
+    if rows:
+        transaction.execute(sql.PUBLISH, (to_json(rows),))
+        transaction.effects.recorded.add(OUTBOX_NEWS)
 
 
 def _write_answers(transaction: Transaction, queue: str, drafts: Sequence[Draft]) -> None:

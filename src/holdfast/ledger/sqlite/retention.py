@@ -20,6 +20,7 @@ _JOB_TENANTS: Final = _TENANTS.format(table="jobs")
 _KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
 _ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
 _LOG_TENANTS: Final = _TENANTS.format(table="operator_events")
+_EXECUTION_TENANTS: Final = _TENANTS.format(table="queue_executions")
 
 _OLD_JOBS: Final = """
 SELECT tenant_id, job_id, queue, created_at FROM (
@@ -52,6 +53,16 @@ _DROP: Final = (
 _PRUNE_LOG: Final = """
 DELETE FROM operator_events WHERE rowid IN (
     SELECT rowid FROM operator_events WHERE tenant_id = ?1 AND at < ?2 ORDER BY at LIMIT ?3)
+"""
+#: What became of messages.
+_PRUNE_EXECUTIONS: Final = """
+DELETE FROM queue_executions WHERE rowid IN (
+    SELECT rowid FROM queue_executions WHERE tenant_id = ?1 AND started_at < ?2 ORDER BY started_at LIMIT ?3)
+"""
+#: Of all tenants at once. What waits or is dead stays.
+_PRUNE_OUTBOX: Final = """
+DELETE FROM outbox_events WHERE position IN (
+    SELECT position FROM outbox_events WHERE status = 'SENT' AND sent_at < ?1 ORDER BY sent_at LIMIT ?2)
 """
 _PRUNE_KEYS: Final = """
 DELETE FROM idempotency_keys WHERE rowid IN (
@@ -90,6 +101,9 @@ def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks
         gone += transaction.execute(_PRUNE_ANOMALIES, (tenant, old, max(0, limit - gone))).rowcount
     for (tenant,) in transaction.execute(_LOG_TENANTS).fetchall():
         gone += transaction.execute(_PRUNE_LOG, (tenant, old, max(0, limit - gone))).rowcount
+    for (tenant,) in transaction.execute(_EXECUTION_TENANTS).fetchall():
+        gone += transaction.execute(_PRUNE_EXECUTIONS, (tenant, old, max(0, limit - gone))).rowcount
+    gone += transaction.execute(_PRUNE_OUTBOX, (old, max(0, limit - gone))).rowcount
     gone += prune_keys(transaction, now_ms, max(0, limit - gone))
     before = now_ms - max(keep_ms, KEEP_ENTRIES_MS)
     for (feed,) in transaction.execute("SELECT feed FROM feed_positions").fetchall():

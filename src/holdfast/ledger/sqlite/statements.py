@@ -7,6 +7,7 @@ from typing import Final
 
 from holdfast.ledger.asking import ASK_COLUMNS, CLOSING_COLUMNS, DEED_COLUMNS
 from holdfast.ledger.folding import UNKNOWN_PAYLOAD, UNKNOWN_TASK
+from holdfast.ledger.publishing import PUBLISHED_COLUMNS
 from holdfast.ledger.rows import ANOMALY_COLUMNS, EVENT_COLUMNS, JOB_COLUMNS
 
 
@@ -48,6 +49,8 @@ ON CONFLICT DO NOTHING"""
 INSERT_JOBS: Final = _insert("jobs", JOB_COLUMNS)
 INSERT_EVENTS: Final = _insert("job_events", EVENT_COLUMNS)
 INSERT_ANOMALIES: Final = _insert("anomalies", ANOMALY_COLUMNS)
+#: Job events for the outbox, in this order.
+PUBLISH: Final = f"{_insert('outbox_events', PUBLISHED_COLUMNS)} WHERE true ON CONFLICT DO NOTHING"
 
 NOTE: Final = """
 UPDATE jobs SET last_seq = last_seq + u.n

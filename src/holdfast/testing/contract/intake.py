@@ -9,7 +9,7 @@ import pytest
 from holdfast.core.job import Claim, Meta, Priority, Receipt
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, DeadLetter
+from holdfast.core.verdict import Answer, DeadLetter, RetryLater
 from holdfast.engine.port import MAX_BATCH, Control
 from holdfast.errors import IntakeRefused
 from holdfast.testing.contract.harness import (
@@ -154,6 +154,48 @@ class IntakeContract(Contract):
         await harness.advance(10 * MINUTE_MS)
         for first, key in ((waiting, "delayed"), (held, "held"), (claim.job_id, "running")):
             assert await rig.engine.submit([rig.envelope(idempotency_key=key)]) == [Receipt(first, duplicate=True)]
+
+    @pytest.mark.parametrize("end", ["succeed", "dead-letter", "cancel"])
+    async def test_a_key_with_a_window_of_its_own_is_free_after_it_and_not_before(
+        self, harness: EngineHarness, end: str
+    ) -> None:
+        rig = await Rig.on(harness, idempotency_window_ms=100 * MINUTE_MS)
+        claim = await rig.start_one(idempotency_key="k", meta=Meta(key_window_ms=MINUTE_MS))
+        others = await rig.start_one(idempotency_key="other")
+        await rig.succeed(others)
+        if end == "succeed":
+            await rig.succeed(claim)
+        elif end == "dead-letter":
+            await rig.settle(claim, DeadLetter(FAILURE))
+        else:
+            await rig.move(claim.job_id, State.CANCELLED)
+        await harness.advance(MINUTE_MS // 2)
+        assert await rig.engine.submit([rig.envelope(idempotency_key="k")]) == [Receipt(claim.job_id, duplicate=True)]
+        await harness.advance(MINUTE_MS // 2 + 1)
+        assert not (await rig.engine.submit([rig.envelope(idempotency_key="k")]))[0].duplicate
+        assert (await rig.engine.submit([rig.envelope(idempotency_key="other")]))[0].duplicate
+
+    async def test_a_window_of_its_own_may_be_longer_than_the_engines(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, idempotency_window_ms=MINUTE_MS)
+        claim = await rig.start_one(idempotency_key="k", meta=Meta(key_window_ms=10 * MINUTE_MS))
+        await rig.succeed(claim)
+        await harness.advance(9 * MINUTE_MS)
+        assert (await rig.engine.submit([rig.envelope(idempotency_key="k")]))[0].duplicate
+        await harness.advance(MINUTE_MS + 1)
+        assert not (await rig.engine.submit([rig.envelope(idempotency_key="k")]))[0].duplicate
+
+    async def test_an_open_job_keeps_its_key_beyond_a_window_of_its_own(self, rig: Rig) -> None:
+        meta = Meta(key_window_ms=MINUTE_MS)
+        waiting = await rig.submit_one(idempotency_key="delayed", delay_ms=100 * MINUTE_MS, meta=meta)
+        claim = await rig.start_one(idempotency_key="running", meta=meta)
+        retrying = await rig.start_one(idempotency_key="retrying", meta=meta)
+        await rig.settle(retrying, RetryLater(50 * MINUTE_MS, FAILURE))
+        await rig.harness.advance(10 * MINUTE_MS)
+        for first, key in ((waiting, "delayed"), (claim.job_id, "running"), (retrying.job_id, "retrying")):
+            assert await rig.engine.submit([rig.envelope(idempotency_key=key)]) == [Receipt(first, duplicate=True)]
+        await rig.move(waiting, State.CANCELLED)
+        await rig.harness.advance(MINUTE_MS + 1)
+        assert not (await rig.engine.submit([rig.envelope(idempotency_key="delayed")]))[0].duplicate
 
     async def test_one_of_many_submitters_at_once_is_the_first(self, rig: Rig) -> None:
         engines = [rig.engine, await rig.harness.make(), await rig.harness.make()]

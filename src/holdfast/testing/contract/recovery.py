@@ -235,6 +235,19 @@ class RecoveryContract(Contract):
         await there.harness.advance(60_001)
         assert await self._first(there, tenant_id="acme") == (job_id, True)
 
+    async def test_a_restored_key_has_the_window_of_its_job(self, here: Rig, there: Rig) -> None:
+        job_id, _ = await here.put_in(State.QUEUED, **FIELDS | {"meta": Meta(key_window_ms=60_000)})
+        now = await there.engine.now_ms()
+        # What is remembered of open jobs is kept for long, since nobody knows when they come back.
+        await there.engine.remember_keys(there.queue, [KnownKey("acme", "k", job_id, now + 600_000)])
+        await self._restore(there, await here.view(job_id))
+        await there.harness.advance(60_001)
+        assert await self._first(there, tenant_id="acme") == (job_id, True)
+        (claim,) = await there.claim_due()
+        await there.succeed(claim)
+        await there.harness.advance(60_001)
+        assert (await self._first(there, tenant_id="acme"))[1] is False
+
     async def test_a_key_that_somebody_has_by_now_stays_theirs(self, here: Rig, there: Rig) -> None:
         job_id, _ = await here.put_in(State.QUEUED, **FIELDS)
         newer = await there.submit_one(tenant_id="acme", idempotency_key="k", delay_ms=60_000)

@@ -40,7 +40,11 @@ def upgrade() -> None:
     _create_operator_events()
     _create_alerts()
     _create_outbox_events()
+    _create_outbox_lanes()
+    _tell_of_outbox_events()
     _create_queue_executions()
+    _create_trigger_presences()
+    _create_trigger_pauses()
     _create_tokens()
     _create_ledger_owner()
     _create_feed_positions()
@@ -54,8 +58,13 @@ def downgrade() -> None:
     op.drop_table("feed_positions")
     op.drop_table("ledger_owner")
     op.drop_table("tokens")
+    op.drop_table("trigger_pauses")
+    op.drop_table("trigger_presences")
     op.drop_table("queue_executions")
+    op.drop_table("outbox_lanes")
     op.drop_table("outbox_events")
+    if op.get_bind().dialect.name == "postgresql":
+        op.execute("DROP FUNCTION holdfast_outbox_written()")
     op.drop_table("alerts")
     op.drop_table("operator_events")
     op.drop_table("approval_votes")
@@ -355,9 +364,16 @@ def _create_outbox_events() -> None:
         "outbox_events",
         sa.Column("tenant_id", NAME, server_default="default", nullable=False),
         sa.Column("id", NAME, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            sa.Identity(always=True),
+            nullable=False,
+        ),
         sa.Column("destination", NAME, nullable=False),
         sa.Column("topic", NAME, nullable=False),
         sa.Column("key", NAME),
+        sa.Column("lane", sa.SmallInteger(), nullable=False),
         sa.Column("payload", sa.Text(), nullable=False),
         sa.Column("headers", sa.Text()),
         sa.Column("status", NAME, server_default="NEW", nullable=False),
@@ -366,9 +382,59 @@ def _create_outbox_events() -> None:
         sa.Column("last_error", sa.Text()),
         sa.Column("created_at", INSTANT, nullable=False),
         sa.Column("sent_at", INSTANT),
+        sa.CheckConstraint(
+            "(next_retry_at IS NOT NULL) = (status = 'RETRYING')", name=op.f("outbox_events_next_retry")
+        ),
         sa.CheckConstraint("(sent_at IS NOT NULL) = (status = 'SENT')", name=op.f("outbox_events_sent")),
         sa.CheckConstraint("status IN ('NEW', 'RETRYING', 'SENT', 'DEAD')", name=op.f("outbox_events_known_status")),
-        sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("outbox_events_pk")),
+        sa.PrimaryKeyConstraint("position", name=op.f("outbox_events_pk")),
+        sa.UniqueConstraint("tenant_id", "id", name=op.f("outbox_events_by_id")),
+        sqlite_autoincrement=True,
+    )
+    new, retrying, in_the_way = "status = 'NEW'", "status = 'RETRYING'", "status IN ('RETRYING', 'DEAD')"
+    op.create_index(op.f("outbox_events_waiting"), "outbox_events", ["lane", "destination", "position"], **_only(new))
+    op.create_index(
+        op.f("outbox_events_by_key"),
+        "outbox_events",
+        ["lane", "destination", "topic", sa.text("coalesce(key, '')"), "position"],
+        **_only(new),
+    )
+    op.create_index(op.f("outbox_events_retrying"), "outbox_events", ["lane", "next_retry_at"], **_only(retrying))
+    op.create_index(
+        op.f("outbox_events_in_the_way"),
+        "outbox_events",
+        ["destination", "topic", "key", "status", "position"],
+        **_only(in_the_way),
+    )
+    op.create_index(op.f("outbox_events_by_sent"), "outbox_events", ["sent_at"], **_only("status = 'SENT'"))
+    op.create_index(op.f("outbox_events_by_status"), "outbox_events", ["tenant_id", "status", "position"])
+
+
+def _create_outbox_lanes() -> None:
+    op.create_table(
+        "outbox_lanes",
+        sa.Column("lane", sa.SmallInteger(), autoincrement=False, nullable=False),
+        sa.Column("relay", NAME, nullable=False),
+        sa.Column("until", INSTANT, nullable=False),
+        sa.PrimaryKeyConstraint("lane", name=op.f("outbox_lanes_pk")),
+    )
+
+
+def _tell_of_outbox_events() -> None:
+    """Whoever writes an event, in whichever language, wakes the relays."""
+    if op.get_bind().dialect.name != "postgresql":
+        return
+    op.execute(
+        """
+        CREATE FUNCTION holdfast_outbox_written() RETURNS trigger LANGUAGE plpgsql AS
+        $$ BEGIN PERFORM pg_notify('holdfast_outbox', ''); RETURN NULL; END $$
+        """
+    )
+    op.execute(
+        """
+        CREATE TRIGGER outbox_events_written AFTER INSERT ON outbox_events
+        FOR EACH STATEMENT EXECUTE FUNCTION holdfast_outbox_written()
+        """
     )
 
 
@@ -391,6 +457,32 @@ def _create_queue_executions() -> None:
         sa.PrimaryKeyConstraint("tenant_id", "id", name=op.f("queue_executions_pk")),
     )
     op.create_index(op.f("queue_executions_by_message"), "queue_executions", ["tenant_id", "message_id"])
+    op.create_index(op.f("queue_executions_by_queue"), "queue_executions", ["tenant_id", "queue_name", "started_at"])
+    op.create_index(op.f("queue_executions_by_time"), "queue_executions", ["tenant_id", "started_at"])
+
+
+def _create_trigger_presences() -> None:
+    op.create_table(
+        "trigger_presences",
+        sa.Column("name", NAME, nullable=False),
+        sa.Column("process", NAME, nullable=False),
+        sa.Column("queue_name", NAME, nullable=False),
+        sa.Column("adapter", NAME, nullable=False),
+        sa.Column("health", sa.Text(), nullable=False),
+        sa.Column("seen_at", INSTANT, nullable=False),
+        sa.PrimaryKeyConstraint("name", "process", name=op.f("trigger_presences_pk")),
+    )
+
+
+def _create_trigger_pauses() -> None:
+    op.create_table(
+        "trigger_pauses",
+        sa.Column("name", NAME, nullable=False),
+        sa.Column("paused_by", NAME, nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("paused_at", INSTANT, nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("trigger_pauses_pk")),
+    )
 
 
 def _create_tokens() -> None:

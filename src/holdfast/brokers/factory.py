@@ -1,0 +1,107 @@
+"""From a broker's name to its client; the only place that knows which there are.
+
+A broker's module, and with it the broker's own library, is imported when it is asked for, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Final, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+from holdfast.brokers.port import Publisher, QueueAdapter
+from holdfast.errors import InvalidOption
+
+
+class _Broker(NamedTuple):
+    module: str
+    #: Its classes are `<stem>Connection`, `<stem>Adapter` and `<stem>Publisher`.
+    stem: str
+    #: Which of holdfast's extras brings its library; empty: holdfast needs it anyway.
+    extra: str = ""
+
+
+_BROKERS: Final[Mapping[str, _Broker]] = {
+    "kafka": _Broker("holdfast.brokers.kafka", "Kafka", "kafka"),
+    "rabbitmq": _Broker("holdfast.brokers.rabbitmq", "Rabbit", "rabbitmq"),
+    "sqs": _Broker("holdfast.brokers.sqs", "Sqs", "sqs"),
+    "redis": _Broker("holdfast.brokers.redis_streams", "Redis"),
+    "memory": _Broker("holdfast.brokers.memory", "Memory"),
+}
+
+#: What `type` may be.
+BROKER_TYPES: Final = tuple(_BROKERS)
+
+#: How many messages an adapter has in hand at most, unless it is told.
+DEFAULT_PREFETCH: Final = 100
+
+
+def connection_model(broker_type: str) -> type[BaseModel]:
+    """The model of this broker's `connection`; `InvalidOption` for an unknown broker or a missing extra."""
+    model: type[BaseModel] = _part(broker_type, "Connection")
+    return model
+
+
+def build_adapter(
+    broker_type: str,
+    connection: BaseModel | Mapping[str, Any],
+    queue_name: str,
+    consumer_group: str,
+    prefetch: int = DEFAULT_PREFETCH,
+    *,
+    dlq_name: str | None = None,
+) -> QueueAdapter:
+    """The consuming end of one queue, not connected yet. Without `dlq_name`, dead letters go to the broker's default,
+    `<queue>.dlq` or the nearest to it that the broker allows."""
+    if prefetch < 1:
+        raise InvalidOption(f"prefetch must be at least 1, not {prefetch}")
+    options: dict[str, Any] = {"prefetch": prefetch}
+    if dlq_name is not None:
+        if not dlq_name or dlq_name == queue_name:
+            raise InvalidOption(f"dead letters of {queue_name!r} need a name of their own, not {dlq_name!r}")
+        options["dlq_name"] = dlq_name
+    model = _validated(broker_type, connection)
+    adapter: QueueAdapter = _part(broker_type, "Adapter")(model, queue_name, consumer_group, **options)
+    return adapter
+
+
+def build_publisher(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> Publisher:
+    """The publishing end of one broker, not connected yet."""
+    model = _validated(broker_type, connection)
+    publisher: Publisher = _part(broker_type, "Publisher")(model)
+    return publisher
+
+
+def _part(broker_type: str, part: str) -> Any:
+    broker = _BROKERS.get(broker_type)
+    if broker is None:
+        raise InvalidOption(f"there is no broker type {broker_type!r}; it is one of {', '.join(BROKER_TYPES)}")
+    try:
+        module = import_module(broker.module)
+    except ModuleNotFoundError as exc:
+        if not broker.extra or (exc.name or "").partition(".")[0] == "holdfast":
+            raise
+        raise InvalidOption(
+            f"the broker type {broker_type!r} needs a package that is not installed ({exc.name}): "
+            f"pip install 'holdfast[{broker.extra}]'"
+        ) from exc
+    return getattr(module, broker.stem + part)
+
+
+def _validated(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> BaseModel:
+    model = connection_model(broker_type)
+    if isinstance(connection, model):
+        return connection
+    if isinstance(connection, BaseModel):
+        raise InvalidOption(f"a connection of {broker_type} is a {model.__name__}, not a {type(connection).__name__}")
+    try:
+        return model.model_validate(dict(connection))
+    except ValidationError as exc:
+        # Never the values: one of them may be a password.
+        mistakes = "; ".join(
+            f"{'.'.join(map(str, mistake['loc'])) or 'connection'}: {mistake['msg']}"
+            for mistake in exc.errors(include_input=False, include_url=False, include_context=False)
+        )
+        raise InvalidOption(f"the connection of {broker_type} cannot be: {mistakes}") from None

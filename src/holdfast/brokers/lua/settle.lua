@@ -1,0 +1,16 @@
+-- settle: the consumer is done with these. What is not its own any more is left alone.
+-- KEYS  1 stream
+-- ARGV  1 group  2 consumer  3 '1' to delete them as well  4.. entry id, its deliveries
+-- Reply how many were its own
+local stream, group, me, delete = KEYS[1], ARGV[1], ARGV[2], ARGV[3] == '1'
+local settled = 0
+for at = 4, #ARGV, 2 do
+  if holds(stream, group, me, ARGV[at], ARGV[at + 1]) then
+    redis.call('XACK', stream, group, ARGV[at])
+    if delete then
+      redis.call('XDEL', stream, ARGV[at])
+    end
+    settled = settled + 1
+  end
+end
+return settled

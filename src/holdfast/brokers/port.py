@@ -1,0 +1,123 @@
+"""What triggers and the outbox need of a broker. Each broker has one module with an adapter and a publisher.
+
+A client connects once in the foreground, so that a wrong address or password is told at once; from then on it comes
+back by itself, with backoff, and says so in its log. No error, log line or `repr` of a client shows a credential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast.errors import BrokerUnavailable
+
+
+class RawMessage(msgspec.Struct, frozen=True, eq=False):
+    """A message as the broker has it. Two deliveries of one message are two of these."""
+
+    #: The same for every delivery of the message, and for no other message of this broker and queue.
+    message_id: str
+    body: bytes
+    #: Names are lower case; of a name that comes twice the last value counts.
+    headers: Mapping[str, str]
+    #: When it was written, by the broker's or the writer's clock; when it was received, if the broker does not say.
+    timestamp: datetime
+    #: The broker's own: topic, partition and offset; exchange and routing key; receipt handle …
+    metadata: Mapping[str, Any]
+    #: Messages of one key are handed over in the order in which they come; empty: no order is asked for.
+    key: str = ""
+    #: How often it has been delivered, this time included, as far as the broker counts.
+    deliveries: int = 1
+
+
+class QueueAdapter(Protocol):
+    """The consuming end of one queue (requirement T1). One event loop; one `consume` at a time.
+
+    At least once: what is neither acknowledged nor refused is delivered again, to this consumer or to another one of
+    its group, after a reconnection or a restart.
+    """
+
+    async def connect(self) -> None:
+        """Connect and find the queue. `BrokerUnavailable` or `BrokerRefused` says why not, at once."""
+        ...
+
+    def consume(self) -> AsyncIterator[RawMessage]:
+        """Messages as they come, for ever; ends after `close`. Loss of the connection is mended inside.
+
+        No more than `prefetch` are out of the broker's hands and not yet acknowledged or refused.
+        """
+        ...
+
+    async def ack(self, message: RawMessage) -> None:
+        """Done with it. Of a message that is no longer ours (reconnected, rebalanced): nothing happens."""
+        ...
+
+    async def nack(self, message: RawMessage, requeue: bool = False) -> None:
+        """Not done. `requeue`: deliver it again, soon; else: drop it as the broker drops messages (to its own dead
+        letters, if it is set up so; where a broker knows no such thing, as `ack`)."""
+        ...
+
+    async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
+        """Write it to the queue's dead letters with reason and history; once that is confirmed, acknowledge it.
+
+        Body and headers stay as they are; added are `x-dead-reason`, `x-dead-history` (a JSON list), `x-dead-source`
+        and `x-dead-message-id`. If the dead letters cannot be written it raises, and the message is still ours.
+        """
+        ...
+
+    def owns(self, message: RawMessage) -> bool:
+        """Whether an `ack` of it would still count. What is lost is delivered to somebody else, so drop it."""
+        ...
+
+    async def pause(self) -> None:
+        """Deliver nothing until `resume`, and stay a living member of the group all the while."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def lag(self) -> int | None:
+        """How many messages wait for this group; None: the broker does not say."""
+        ...
+
+    async def health_check(self) -> bool:
+        """Whether the broker answers now."""
+        ...
+
+    async def close(self) -> None:
+        """Give everything back; safe to call twice, and before `connect`. What is in hand is for others from now on."""
+        ...
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """A message to be published."""
+
+    topic: str
+    body: bytes
+    headers: Mapping[str, str]
+    #: Written in order, message by message; empty: no order is asked for.
+    key: str = ""
+    #: Of the event, the same in every try; brokers that know duplicates know it by this.
+    message_id: str = ""
+
+
+class Publisher(Protocol):
+    """The publishing end of one broker. One event loop; one `publish` at a time."""
+
+    async def connect(self) -> None:
+        """Connect. `BrokerUnavailable` or `BrokerRefused` says why not, at once."""
+        ...
+
+    async def publish(self, messages: Sequence[Outgoing]) -> list[BrokerUnavailable | None]:
+        """One answer for each: None once the broker has confirmed that it is safe, else why not.
+
+        After one that failed, no later one of the same topic and key is written by this call: it fails, too. Comes back
+        within the client's own timeout, whatever the broker does.
+        """
+        ...
+
+    async def health_check(self) -> bool: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,161 @@
+"""RabbitMQ's messages and the port's: what is written, what is read, and what is refused before it costs a channel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from aiormq import Channel, spec
+from aiormq import exceptions as amqp
+from aiormq.abc import DeliveredMessage
+
+from holdfast.brokers.port import Outgoing, RawMessage
+from holdfast.brokers.rabbitmq_link import RabbitConnection
+from holdfast.errors import BrokerRefused, BrokerUnavailable
+
+#: The protocol's largest for names.
+_MAX_NAME_BYTES: Final = 255
+#: Most that fits into one frame of headers, with some room for what the protocol adds.
+_MAX_HEADER_BYTES: Final = 100_000
+#: Reason and history of a dead letter are cut to this, so that its headers fit into a frame.
+_DEAD_TEXT_CHARS: Final = 8_000
+_PERSISTENT: Final = 2
+#: Counted by quorum queues; ours is `RawMessage.deliveries`.
+_DELIVERY_COUNT: Final = "x-delivery-count"
+
+
+def dead_letter(message: RawMessage, name: str, source: str, reason: str, history: Sequence[str]) -> Outgoing:
+    """The message as it was, with what there is to say about it."""
+    headers = {
+        **message.headers,
+        "x-dead-reason": reason[:_DEAD_TEXT_CHARS],
+        "x-dead-history": _short_history(history),
+        "x-dead-source": source,
+        "x-dead-message-id": message.message_id,
+    }
+    return Outgoing(name, message.body, headers, message.key, message.message_id)
+
+
+async def publish(channel: Channel, message: Outgoing, settings: RabbitConnection, exchange: str) -> None:
+    """Written and confirmed, or an error."""
+    headers = {**message.headers, **({settings.key_header: message.key} if message.key else {})}
+    _check(message, headers, settings)
+    properties = spec.Basic.Properties(
+        content_type=next((value for name, value in headers.items() if name.lower() == "content-type"), None),
+        headers=dict(headers),
+        delivery_mode=_PERSISTENT,
+        message_id=message.message_id or secrets.token_hex(16),
+        timestamp=datetime.now(UTC),
+    )
+    try:
+        await channel.basic_publish(
+            message.body,
+            exchange=exchange,
+            routing_key=message.topic,
+            properties=properties,
+            mandatory=True,
+            wait=False,
+        )
+    except amqp.PublishError as exc:
+        where = (
+            f"exchange {exchange!r} has no queue for {message.topic!r}" if exchange else f"no queue {message.topic!r}"
+        )
+        raise BrokerRefused(f"RabbitMQ at {settings.address}: {where}: make it, or bind it, first") from exc
+    except amqp.DeliveryError as exc:
+        raise BrokerUnavailable(
+            f"RabbitMQ at {settings.address} does not take a message for {message.topic!r}: it is full or fails"
+        ) from exc
+
+
+def _check(message: Outgoing, headers: Mapping[str, str], settings: RabbitConnection) -> None:
+    """What the protocol cannot carry would cost the whole connection, and everybody's messages on it."""
+    too_long = [
+        what
+        for what, text in (
+            ("topic", message.topic),
+            ("message id", message.message_id),
+            *(("header", h) for h in headers),
+        )
+        if len(text.encode(errors="replace")) > _MAX_NAME_BYTES
+    ]
+    if too_long:
+        raise BrokerRefused(f"RabbitMQ takes no {too_long[0]} of more than {_MAX_NAME_BYTES} bytes")
+    if sum(len(name.encode()) + len(value.encode()) + 8 for name, value in headers.items()) > _MAX_HEADER_BYTES:
+        raise BrokerRefused(f"RabbitMQ takes no more than {_MAX_HEADER_BYTES} bytes of headers")
+    if len(message.body) > settings.max_message_bytes:
+        raise BrokerRefused(
+            f"a message of {len(message.body)} bytes is over the limit of {settings.max_message_bytes} "
+            "(max_message_bytes; the broker's own is max_message_size)"
+        )
+
+
+def raw_message(delivered: DeliveredMessage, settings: RabbitConnection) -> RawMessage:
+    """Total: whatever odd things a writer puts into a message, it can be handed over."""
+    properties, delivery = delivered.header.properties, delivered.delivery
+    assert isinstance(delivery, spec.Basic.Deliver)
+    table = properties.headers or {}
+    headers = {name.lower(): _plain(value) for name, value in table.items() if name != _DELIVERY_COUNT}
+    if properties.content_type and "content-type" not in headers:
+        headers["content-type"] = properties.content_type
+    redelivered = bool(delivery.redelivered)
+    counted = table.get(_DELIVERY_COUNT)
+    return RawMessage(
+        properties.message_id or _invented_id(delivered, delivery, settings),
+        delivered.body,
+        headers,
+        _aware(properties.timestamp),
+        {
+            "exchange": delivery.exchange,
+            "routing_key": delivery.routing_key,
+            "delivery_tag": delivery.delivery_tag,
+            "redelivered": redelivered,
+        },
+        headers.get(settings.key_header.lower(), ""),
+        counted + 1 if isinstance(counted, int) else 1 + redelivered,
+    )
+
+
+def _invented_id(delivered: DeliveredMessage, delivery: spec.Basic.Deliver, settings: RabbitConnection) -> str:
+    """RabbitMQ gives a message no id of its own: what does not change between two deliveries is what was written."""
+    if settings.without_id == "delivery":
+        return secrets.token_hex(16)
+    properties = delivered.header.properties
+    table = {name: _plain(value) for name, value in (properties.headers or {}).items() if name != _DELIVERY_COUNT}
+    written = [
+        *(delivery.exchange, delivery.routing_key, sorted(table.items())),
+        *(str(properties.timestamp), properties.correlation_id, properties.message_type, properties.app_id),
+    ]
+    return hashlib.sha256(json.dumps(written, default=str).encode() + b"\n" + delivered.body).hexdigest()[:32]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode(errors="replace")
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, bool | int | float | None | list | dict):
+        return json.dumps(value, default=str, ensure_ascii=False)
+    return str(value)
+
+
+def _aware(timestamp: Any) -> datetime:
+    if not isinstance(timestamp, datetime):
+        return datetime.now(UTC)
+    return timestamp if timestamp.tzinfo else timestamp.replace(tzinfo=UTC)
+
+
+def _short_history(history: Sequence[str]) -> str:
+    """The newest tries, as many as fit."""
+    kept: list[str] = []
+    for line in reversed(history):
+        kept.insert(0, line[:_DEAD_TEXT_CHARS])
+        if len(json.dumps(kept)) > 4 * _DEAD_TEXT_CHARS:
+            kept.pop(0)
+            break
+    return json.dumps(kept, ensure_ascii=False)

@@ -1,0 +1,346 @@
+"""SQS, by aiobotocore: long polls, batches of ten, visibility prolonged while a message is in hand.
+
+Consumers of a queue share its messages, so a consumer group is the queue itself. Order per key is kept by FIFO queues
+(the key is the message's group); a standard queue promises none.
+
+A message is ours until its visibility ends, by our own clock: whoever cannot prolong it in time has lost it. Deletions
+are sent together; one that does not arrive means that the message comes once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.brokers.port import QueueAdapter, RawMessage
+from holdfast.brokers.sqs_client import BATCH, SqsClient, dlq_of, is_fifo
+from holdfast.brokers.sqs_client import SqsConnection as SqsConnection
+from holdfast.brokers.sqs_messages import check_size, dead_letter, decoded, encoded
+from holdfast.brokers.sqs_publisher import SqsPublisher as SqsPublisher
+from holdfast.core.backoff import Backoff
+from holdfast.errors import BrokerUnavailable
+
+_log: Final = logging.getLogger("holdfast.brokers.sqs")
+
+_HEALTH_S: Final = 3.0
+#: Between two questions that SQS answers at once, though it has nothing.
+_SHORT_POLL_S: Final = 0.05
+#: Requests with settled messages at the same time.
+_WRITERS: Final = 4
+#: With so many settled messages unsent no more are asked for.
+_MOST_SETTLED: Final = 1_000
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A message in hand."""
+
+    message: RawMessage
+    handle: str
+    #: By the event loop's clock.
+    prolonged_at: float
+    #: What SQS is to be told: None: delete it, else: seconds until it is visible again.
+    visible_in_s: int | None = None
+
+
+class SqsAdapter(QueueAdapter):
+    """A consumer of one queue."""
+
+    def __init__(
+        self,
+        connection: SqsConnection,
+        queue_name: str,
+        consumer_group: str,
+        *,
+        prefetch: int = 100,
+        dlq_name: str | None = None,
+    ) -> None:
+        self.queue_name = queue_name
+        self.consumer_group = consumer_group
+        self._settings = connection
+        self._prefetch = prefetch
+        self._dlq_name = dlq_name or dlq_of(queue_name)
+        self._client = SqsClient(connection)
+        self._url = ""
+        #: Whether SQS itself puts away what comes too often.
+        self._has_redrive = False
+        self._in_hand: dict[RawMessage, _Held] = {}
+        self._arrived: deque[RawMessage] = deque()
+        self._settled: deque[_Held] = deque()
+        #: How many messages the questions under way may bring.
+        self._asked_for = 0
+        #: The last answer was a full one: there are more.
+        self._many = False
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._work = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._receivers: list[asyncio.Task[None]] = []
+        self._paused = False
+        self._closed = False
+
+    async def connect(self) -> None:
+        await self._client.open()
+        try:
+            async with asyncio.timeout(3 * self._settings.timeout_s):
+                self._url = await self._client.url_of(self.queue_name, declare=self._settings.declare)
+                self._has_redrive = "RedrivePolicy" in await self._attributes("RedrivePolicy")
+        except BaseException as exc:
+            await self._client.close()
+            if isinstance(exc, TimeoutError):
+                raise self._client.translated(exc) from None
+            raise
+        writers = [self._write_settled() for _ in range(_WRITERS)]
+        self._tasks = [asyncio.create_task(work) for work in (self._prolong(), *writers)]
+
+    async def consume(self) -> AsyncIterator[RawMessage]:
+        if not self._client.is_open and not self._closed:
+            raise BrokerUnavailable("not connected yet: call connect() first")
+        if not self._receivers and not self._closed:
+            count = min(self._settings.receives, -(-self._prefetch // BATCH))
+            self._receivers = [asyncio.create_task(self._receive(first=n == 0)) for n in range(count)]
+        while not self._closed:
+            self._news.clear()
+            if self._arrived and not self._paused:
+                message = self._arrived.popleft()
+                if self.owns(message):
+                    yield message
+            else:
+                await self._news.wait()
+
+    async def ack(self, message: RawMessage) -> None:
+        self._settle(message, None)
+
+    async def nack(self, message: RawMessage, requeue: bool = False) -> None:
+        """Without `requeue`: left to the queue's redrive policy, which counts how often it came; if there is none,
+        it is deleted."""
+        if requeue:
+            self._settle(message, 0)
+        elif self._has_redrive:
+            self._forget(message)
+        else:
+            self._settle(message, None)
+
+    async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
+        if not self.owns(message):
+            return
+        letter = dead_letter(message, self._dlq_name, self.queue_name, reason, history)
+        entry = encoded(letter, fifo=is_fifo(self._dlq_name))
+        check_size(entry, self._settings.max_message_bytes)
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                url = await self._client.url_of(self._dlq_name, declare=self._settings.declare_dlq)
+                await self._client.call("send_message", QueueUrl=url, **entry)
+        except TimeoutError as exc:
+            raise self._client.translated(exc) from None
+        await self.ack(message)
+
+    def owns(self, message: RawMessage) -> bool:
+        held = self._in_hand.get(message)
+        return held is not None and self._now() < held.prolonged_at + self._settings.visibility_timeout_s
+
+    async def pause(self) -> None:
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._news.set()
+        self._room.set()
+
+    async def lag(self) -> int | None:
+        """Messages that nobody has in hand, as SQS estimates it."""
+        name = "ApproximateNumberOfMessages"
+        try:
+            async with asyncio.timeout(_HEALTH_S):
+                return int((await self._attributes(name))[name])
+        except (BrokerUnavailable, TimeoutError):
+            return None
+
+    async def health_check(self) -> bool:
+        return await self.lag() is not None
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for event in (self._news, self._room, self._work):
+            event.set()
+        await _end(self._receivers)
+        for message in list(self._in_hand):
+            self._settle(message, 0)
+        writers = self._tasks[1:]
+        if writers:
+            await asyncio.wait(writers, timeout=self._settings.timeout_s)
+        await _end(self._tasks)
+        await self._client.close()
+
+    # Receiving -------------------------------------------------------------------------------------
+
+    async def _receive(self, *, first: bool) -> None:
+        """Ask for messages, for ever. On a quiet queue one asks; on a busy one all do."""
+        backoff = Backoff()
+        while not self._closed:
+            count = min(BATCH, self._free())
+            if count < 1 or self._paused or not (first or self._many):
+                self._room.clear()
+                await self._room.wait()
+                continue
+            self._asked_for += count
+            try:
+                received = await self._ask(count)
+                self._take(received, count)
+                if backoff.failures:
+                    _log.info("SQS at %s, queue %s: back", self._settings.address, self.queue_name)
+                    backoff.reset()
+                if not received and not self._settings.wait_time_s:
+                    await asyncio.sleep(_SHORT_POLL_S)
+            except BrokerUnavailable as exc:
+                if not backoff.failures:
+                    _log.warning("%s; trying on", exc)
+                await asyncio.sleep(backoff.next_s())
+            finally:
+                self._asked_for -= count
+
+    async def _ask(self, count: int) -> list[dict[str, Any]]:
+        answer = await self._client.call(
+            "receive_message",
+            QueueUrl=self._url,
+            MaxNumberOfMessages=count,
+            WaitTimeSeconds=self._settings.wait_time_s,
+            VisibilityTimeout=self._settings.visibility_timeout_s,
+            MessageAttributeNames=["All"],
+            AttributeNames=["SentTimestamp", "ApproximateReceiveCount", "MessageGroupId"],
+        )
+        received: list[dict[str, Any]] = answer.get("Messages", [])
+        return received
+
+    def _take(self, received: Iterable[dict[str, Any]], asked_for: int) -> None:
+        fresh = [decoded(each, self.queue_name) for each in received]
+        now = self._now()
+        for message in fresh:
+            self._in_hand[message] = _Held(message, message.metadata["receipt_handle"], now)
+        self._arrived.extend(fresh)
+        self._many = len(fresh) == asked_for
+        self._news.set()
+        if self._many:
+            self._room.set()
+
+    def _free(self) -> int:
+        if len(self._settled) > _MOST_SETTLED:
+            return 0
+        return self._prefetch - len(self._in_hand) - self._asked_for
+
+    # Settling --------------------------------------------------------------------------------------
+
+    def _settle(self, message: RawMessage, visible_in_s: int | None) -> None:
+        ours = self.owns(message)
+        held = self._forget(message)
+        if held is not None and ours:
+            held.visible_in_s = visible_in_s
+            self._settled.append(held)
+            self._work.set()
+
+    def _forget(self, message: RawMessage) -> _Held | None:
+        held = self._in_hand.pop(message, None)
+        self._room.set()
+        return held
+
+    async def _write_settled(self) -> None:
+        """Tell SQS what was settled, ten at a time. What it does not hear in time comes once more."""
+        backoff = Backoff()
+        while True:
+            if not self._settled:
+                if self._closed:
+                    return
+                self._work.clear()
+                await self._work.wait()
+                # What else is settled in this turn of the loop goes along.
+                await asyncio.sleep(0)
+                continue
+            batch = self._next_settled()
+            try:
+                await self._tell(batch)
+                backoff.reset()
+            except BrokerUnavailable as exc:
+                if self._closed:
+                    return
+                _log.warning("%s; %d settled messages wait", exc, len(batch))
+                self._settled.extendleft(held for held in reversed(batch) if not self._is_over(held))
+                await asyncio.sleep(backoff.next_s())
+
+    def _next_settled(self) -> list[_Held]:
+        """The first and those after it that are to be told in the same way."""
+        kind = self._settled[0].visible_in_s
+        batch: list[_Held] = []
+        while self._settled and len(batch) < BATCH and self._settled[0].visible_in_s == kind:
+            batch.append(self._settled.popleft())
+        return batch
+
+    async def _tell(self, batch: Sequence[_Held]) -> None:
+        entries: list[dict[str, Any]] = [{"Id": str(n), "ReceiptHandle": held.handle} for n, held in enumerate(batch)]
+        visible_in_s = batch[0].visible_in_s
+        if visible_in_s is None:
+            answer = await self._client.call("delete_message_batch", QueueUrl=self._url, Entries=entries)
+        else:
+            answer = await self._change_visibility(entries, visible_in_s)
+        for failed in answer.get("Failed", []):
+            held = batch[int(failed["Id"])]
+            if not failed.get("SenderFault") and not self._is_over(held):
+                self._settled.append(held)
+
+    def _is_over(self, held: _Held) -> bool:
+        return self._now() >= held.prolonged_at + self._settings.visibility_timeout_s
+
+    # Holding ---------------------------------------------------------------------------------------
+
+    async def _prolong(self) -> None:
+        """Keep what is in hand invisible to others: at each third of the time that it has."""
+        third = self._settings.visibility_timeout_s / 3
+        while True:
+            await asyncio.sleep(third / 4)
+            due = [held for held in self._in_hand.values() if self._now() - held.prolonged_at >= third * 0.75]
+            batches = [due[start : start + BATCH] for start in range(0, len(due), BATCH)]
+            for some in range(0, len(batches), _WRITERS):
+                await asyncio.gather(*map(self._prolong_batch, batches[some : some + _WRITERS]))
+
+    async def _prolong_batch(self, batch: Sequence[_Held]) -> None:
+        entries: list[dict[str, Any]] = [{"Id": str(n), "ReceiptHandle": held.handle} for n, held in enumerate(batch)]
+        # Counted from when it was asked for: SQS may have heard it at once.
+        now = self._now()
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                answer = await self._change_visibility(entries, self._settings.visibility_timeout_s)
+        except (BrokerUnavailable, TimeoutError) as exc:
+            _log.warning("%s; %d messages in hand are not prolonged", str(exc) or "no answer", len(batch))
+            return
+        refused = {int(failed["Id"]) for failed in answer.get("Failed", []) if failed.get("SenderFault")}
+        later = {int(failed["Id"]) for failed in answer.get("Failed", [])} - refused
+        for n, held in enumerate(batch):
+            if n in refused:
+                _log.warning("message %s of %s is no longer ours", held.message.message_id, self.queue_name)
+                self._forget(held.message)
+            elif n not in later:
+                held.prolonged_at = now
+
+    async def _change_visibility(self, entries: list[dict[str, Any]], seconds: int) -> dict[str, Any]:
+        with_time = [{**entry, "VisibilityTimeout": seconds} for entry in entries]
+        return await self._client.call("change_message_visibility_batch", QueueUrl=self._url, Entries=with_time)
+
+    async def _attributes(self, *names: str) -> dict[str, str]:
+        answer = await self._client.call("get_queue_attributes", QueueUrl=self._url, AttributeNames=list(names))
+        found: dict[str, str] = answer.get("Attributes", {})
+        return found
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -1,0 +1,181 @@
+"""`/api/v1/triggers`: where messages become jobs, what became of them, and an operator's hand on it (T4, H5)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from holdfast.core.person import Right
+from holdfast.errors import Unknown
+from holdfast.http.asgi import Reply
+from holdfast.http.operation import Answer, Call, Decorator, operation
+from holdfast.http.wire import Exactly, Limit, NoQuery, Request, Wish, instant
+from holdfast.ledger.trigger_book import Execution as Row
+from holdfast.ledger.trigger_book import Status
+from holdfast.people.triggering import TriggerStatus, TriggerView
+
+_TAG: Final = "triggers"
+_PATH: Final = "/api/v1/triggers"
+
+
+class TriggerProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process says of a trigger."""
+
+    process: str
+    seen_at: datetime | None
+    #: `status`, `running`, `adapter_healthy`, `active_workers`, `paused` and what else it tells.
+    health: dict[str, Any]
+
+
+class Trigger(msgspec.Struct, frozen=True, kw_only=True):
+    """A trigger in all of its processes."""
+
+    name: str
+    queue_name: str
+    adapter: str
+    status: TriggerStatus
+    active_workers: int
+    paused: bool
+    paused_by: str | None
+    paused_at: datetime | None
+    pause_reason: str | None
+    processes: list[TriggerProcess]
+
+
+class TriggerList(msgspec.Struct, frozen=True, kw_only=True):
+    triggers: list[Trigger]
+
+
+class Execution(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one message."""
+
+    tenant_id: str
+    id: str
+    message_id: str
+    queue_name: str
+    event_name: str
+    status: Status
+    started_at: datetime | None
+    completed_at: datetime | None
+    duration_ms: int
+    #: The job, or what the runtime told of.
+    agent_run_id: str
+    error_message: str
+    retry_count: int
+    trace_id: str
+
+
+class ExecutionList(msgspec.Struct, frozen=True, kw_only=True):
+    executions: list[Execution]
+
+
+class ExecutionQuery(Request, frozen=True, kw_only=True):
+    """Which messages. Everything given must hold."""
+
+    queue_name: Annotated[Exactly, Meta(description="Of this queue of the broker.")] = ""
+    message_id: Annotated[Exactly, Meta(description="Of the message with this id.")] = ""
+    limit: Limit = 100
+
+
+@operation(
+    "GET",
+    _PATH,
+    "listTriggers",
+    tag=_TAG,
+    all_tenants=True,
+    query=NoQuery,
+    answers={200: Answer("Triggers by name.", TriggerList)},
+)
+async def list_triggers(call: Call) -> Reply:
+    """Triggers: their processes, their health, who has paused them.
+
+    A process that has said nothing for ten seconds is not listed any more.
+    """
+    views = await call.service.offices.triggering.list(call.person)
+    return Reply(TriggerList(triggers=[_trigger(view) for view in views]))
+
+
+@operation(
+    "GET",
+    f"{_PATH}/executions",
+    "listExecutions",
+    tag=_TAG,
+    query=ExecutionQuery,
+    answers={200: Answer("The newest first.", ExecutionList)},
+)
+async def list_executions(call: Call) -> Reply:
+    """What became of messages."""
+    query: ExecutionQuery = call.query
+    rows = await call.service.offices.triggering.executions(
+        call.person, queue_name=query.queue_name, message_id=query.message_id, limit=query.limit
+    )
+    return Reply(ExecutionList(executions=[_execution(row) for row in rows]))
+
+
+def _lever(verb: str, operation_id: str) -> Decorator:
+    return operation(
+        "POST",
+        f"{_PATH}/{{name}}/{verb}",
+        operation_id,
+        tag=_TAG,
+        right=Right.OPERATE,
+        all_tenants=True,
+        body=Wish,
+        body_example={"reason": "the printer burns"},
+        answers={200: Answer("The trigger now.", Trigger)},
+        errors=(Unknown,),
+    )
+
+
+@_lever("pause", "pauseTrigger")
+async def pause(call: Call) -> Reply:
+    """Pause a trigger: its processes take no messages within seconds; what is in hand is finished."""
+    triggering = call.service.offices.triggering
+    return Reply(_trigger(await triggering.pause(call.person, call.path["name"], reason=call.body.reason)))
+
+
+@_lever("resume", "resumeTrigger")
+async def resume(call: Call) -> Reply:
+    """Let a trigger take messages again."""
+    triggering = call.service.offices.triggering
+    return Reply(_trigger(await triggering.resume(call.person, call.path["name"], reason=call.body.reason)))
+
+
+def _trigger(view: TriggerView) -> Trigger:
+    pause = view.pause
+    return Trigger(
+        name=view.name,
+        queue_name=view.queue_name,
+        adapter=view.adapter,
+        status=view.status,
+        active_workers=view.active_workers,
+        paused=pause is not None,
+        paused_by=None if pause is None else pause.paused_by,
+        paused_at=None if pause is None else instant(pause.paused_at_ms),
+        pause_reason=None if pause is None else pause.reason,
+        processes=[
+            TriggerProcess(process=each.process, seen_at=instant(each.seen_at_ms), health=dict(each.health))
+            for each in view.processes
+        ],
+    )
+
+
+def _execution(row: Row) -> Execution:
+    return Execution(
+        tenant_id=row.tenant_id,
+        id=row.id,
+        message_id=row.message_id,
+        queue_name=row.queue_name,
+        event_name=row.event_name,
+        status=row.status,
+        started_at=instant(row.started_at_ms),
+        completed_at=instant(row.completed_at_ms),
+        duration_ms=row.completed_at_ms - row.started_at_ms,
+        agent_run_id=row.agent_run_id,
+        error_message=row.error_message,
+        retry_count=row.retry_count,
+        trace_id=row.trace_id,
+    )

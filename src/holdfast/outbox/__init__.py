@@ -1,0 +1,1 @@
+"""Events that are written in the user's own transaction, and brought to a broker afterwards."""

@@ -1,0 +1,203 @@
+"""Writes rows of `outbox_events` on a connection of the user's own, as part of the transaction that is open there.
+
+Nothing here commits or rolls back. A connection that would commit by itself is refused: an event that is there although
+its transaction was rolled back is what an outbox is to prevent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.errors import Conflict, HoldfastError, UsageError
+
+HOW_TO: Final = (
+    "the database of this connection has no table outbox_events; "
+    "make it with `holdfast migrate up --ledger URL`, with that database's URL"
+)
+
+_ASYNC: Final = (
+    "SQLAlchemy's AsyncConnection or AsyncSession, a connection of asyncpg (also out of a pool) or of aiosqlite"
+)
+_SYNC: Final = "sqlite3's Connection, or SQLAlchemy's Connection or Session"
+
+
+class Row(msgspec.Struct, frozen=True):
+    """An event as it is written. Columns of the table, in this order; the time is added by the driver."""
+
+    tenant_id: str
+    id: str
+    destination: str
+    topic: str
+    key: str | None
+    lane: int
+    payload: str
+    headers: str | None
+
+
+_COLUMNS: Final = Row.__struct_fields__
+_INSERT: Final = f"INSERT INTO outbox_events ({', '.join(_COLUMNS)}, created_at) VALUES "  # noqa: S608 - our own names
+_ON_POSTGRES: Final = (
+    f"{_INSERT} ({', '.join(f'${number}' for number in range(1, len(_COLUMNS) + 1))}, clock_timestamp())"
+)
+_ON_SQLITE: Final = f"{_INSERT} ({', '.join('?' * len(_COLUMNS))}, ?)"
+
+
+async def write(connection: Any, rows: Sequence[Row]) -> None:
+    """Insert them. Raises `UsageError`, `Conflict` for an event id that is there, or what the driver raises."""
+    writer = _ASYNC_WRITERS.get(_kind(connection))
+    if writer is None:
+        raise _unfit(connection, wanted=_ASYNC, other=_SYNC_WRITERS, instead="add_sync, add_many_sync or submit_sync")
+    try:
+        await writer(connection, rows)
+    except HoldfastError:
+        raise
+    except Exception as exc:
+        raise _translated(exc) from exc
+
+
+def write_sync(connection: Any, rows: Sequence[Row]) -> None:
+    """`write` for connections that block."""
+    writer = _SYNC_WRITERS.get(_kind(connection))
+    if writer is None:
+        raise _unfit(connection, wanted=_SYNC, other=_ASYNC_WRITERS, instead="add, add_many or submit")
+    try:
+        writer(connection, rows)
+    except HoldfastError:
+        raise
+    except Exception as exc:
+        raise _translated(exc) from exc
+
+
+def _kind(connection: Any) -> tuple[str, str]:
+    """Library and class, by name: a library that nobody uses need not be there to be asked."""
+    known = _ASYNC_WRITERS.keys() | _SYNC_WRITERS.keys()
+    for base in type(connection).__mro__:
+        kind = (base.__module__.partition(".")[0], base.__name__)
+        if kind in known:
+            return kind
+    return ("", "")
+
+
+def _unfit(connection: Any, *, wanted: str, other: dict[tuple[str, str], Any], instead: str) -> UsageError:
+    name = f"{type(connection).__module__}.{type(connection).__qualname__}"
+    if _kind(connection) in other:
+        return UsageError(f"{name} cannot be used here; use {instead} for it. This takes {wanted}")
+    return UsageError(f"an event is written on a connection that is in a transaction: {wanted}; not on {name}")
+
+
+# SQLAlchemy ------------------------------------------------------------------------------------------
+
+
+async def _on_async_sqlalchemy(connection: Any, rows: Sequence[Row]) -> None:
+    await connection.execute(*_inserted(connection, rows))
+
+
+def _on_sqlalchemy(connection: Any, rows: Sequence[Row]) -> None:
+    connection.execute(*_inserted(connection, rows))
+
+
+def _inserted(connection: Any, rows: Sequence[Row]) -> tuple[Any, list[dict[str, Any]]]:
+    # Whoever has such a connection has loaded SQLAlchemy already.
+    from sqlalchemy import func, insert
+
+    from holdfast.ledger.message_tables import outbox_events
+
+    if hasattr(connection, "get_bind"):
+        bind = connection.get_bind(clause=outbox_events)
+    else:
+        bind = getattr(connection, "sync_connection", connection)
+    # Of the connection, else of the engine that it is from.
+    asked = bind.get_execution_options().get("isolation_level") or bind.dialect._on_connect_isolation_level
+    if asked == "AUTOCOMMIT":
+        raise _commits_by_itself("its isolation_level is AUTOCOMMIT")
+    dialect = bind.dialect.name
+    if dialect not in ("postgresql", "sqlite"):
+        raise UsageError(f"the outbox is for PostgreSQL and SQLite, not for {dialect}")
+    now = func.clock_timestamp() if dialect == "postgresql" else datetime.now(UTC)
+    return insert(outbox_events).values(created_at=now), [msgspec.structs.asdict(row) for row in rows]
+
+
+# asyncpg ---------------------------------------------------------------------------------------------
+
+
+async def _on_asyncpg(connection: Any, rows: Sequence[Row]) -> None:
+    if not connection.is_in_transaction():
+        raise _commits_by_itself("open one: `async with connection.transaction():`")
+    if len(rows) == 1:
+        await connection.execute(_ON_POSTGRES, *msgspec.structs.astuple(rows[0]))
+    else:
+        await connection.executemany(_ON_POSTGRES, [msgspec.structs.astuple(row) for row in rows])
+
+
+# SQLite ----------------------------------------------------------------------------------------------
+
+
+async def _on_aiosqlite(connection: Any, rows: Sequence[Row]) -> None:
+    _check_sqlite(connection)
+    async with connection.executemany(_ON_SQLITE, _sqlite_values(rows)):
+        pass
+
+
+def _on_sqlite(connection: Any, rows: Sequence[Row]) -> None:
+    _check_sqlite(connection)
+    connection.executemany(_ON_SQLITE, _sqlite_values(rows)).close()
+
+
+def _sqlite_values(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
+    now_ms = time.time_ns() // 1_000_000
+    return [(*msgspec.structs.astuple(row), now_ms) for row in rows]
+
+
+def _check_sqlite(connection: Any) -> None:
+    if connection.isolation_level is None and not connection.in_transaction:
+        raise _commits_by_itself("begin one, with BEGIN IMMEDIATE say: isolation_level is None")
+
+
+_ASYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[Row]], Awaitable[None]]]] = {
+    ("sqlalchemy", "AsyncConnection"): _on_async_sqlalchemy,
+    ("sqlalchemy", "AsyncSession"): _on_async_sqlalchemy,
+    ("sqlalchemy", "async_scoped_session"): _on_async_sqlalchemy,
+    ("asyncpg", "Connection"): _on_asyncpg,
+    ("asyncpg", "PoolConnectionProxy"): _on_asyncpg,
+    ("aiosqlite", "Connection"): _on_aiosqlite,
+}
+_SYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[Row]], None]]] = {
+    ("sqlite3", "Connection"): _on_sqlite,
+    ("sqlalchemy", "Connection"): _on_sqlalchemy,
+    ("sqlalchemy", "Session"): _on_sqlalchemy,
+    ("sqlalchemy", "scoped_session"): _on_sqlalchemy,
+}
+
+
+# Errors ----------------------------------------------------------------------------------------------
+
+
+def _commits_by_itself(advice: str) -> UsageError:
+    return UsageError(f"this connection is in no transaction, so the event would be committed by itself; {advice}")
+
+
+def _translated(error: Exception) -> Exception:
+    """What the caller can do something about in our words; everything else is the driver's to say."""
+    for cause in _causes(error):
+        state, text = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None), str(cause)
+        if "outbox_events" not in text:
+            continue
+        if state == "42P01" or "no such table" in text:
+            return UsageError(HOW_TO)
+        if state == "23505" or "UNIQUE constraint failed" in text:
+            return Conflict("an event with this id is in the outbox already; leave event_id out, or roll back")
+    return error
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    while True:
+        yield error
+        below = getattr(error, "orig", None) or error.__cause__
+        if below is None:
+            return
+        error = below

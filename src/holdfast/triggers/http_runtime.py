@@ -1,0 +1,132 @@
+"""Messages become requests to an agent's runtime over HTTP (`AGENT_RUNTIME_URL`).
+
+    POST <url>      Idempotency-Key: …    traceparent: …
+    {"event_name": …, "context": {"message": …, "headers": …, …}, "focus": …, "tenant_id": …}
+
+2xx is taken; its JSON body names the run by `run_id` or `id`. 408, 429, 5xx and a runtime that does not answer are
+tried again; any other answer is final. The key is the same in every try, so that a runtime can know a call that came
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from holdfast.core.codec import encode_json
+from holdfast.errors import Fatal, InvalidOption
+from holdfast.observe.redact import redact
+from holdfast.triggers.callables import run_id_of
+from holdfast.triggers.envelope import hashed
+from holdfast.triggers.parsers import ParseError, parse_json
+from holdfast.triggers.runtime import Call, Run, Runtime
+
+if TYPE_CHECKING:
+    import httpx
+
+_TIMEOUT_S: Final = 30.0
+#: Requests are as large as messages with their headers may be.
+_BODY_LIMIT: Final = 64 * 1024 * 1024
+#: Of a header's value: longer keys, and those that are not ASCII, are sent as their hash.
+_VALUE_LIMIT: Final = 255
+_TRIED_AGAIN: Final = (408, 429)
+
+
+class RuntimeFailed(Exception):
+    """The runtime did not take the call; another try may do better."""
+
+
+class HttpRuntime(Runtime):
+    """One runtime, with connections that are kept. One event loop."""
+
+    at_desk = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = _TIMEOUT_S,
+        token: str = "",
+        connections: int = 100,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`token` is sent as a bearer token. `transport`: for tests."""
+        try:
+            import httpx
+        except ModuleNotFoundError as exc:
+            raise InvalidOption("a runtime over HTTP needs httpx: pip install 'holdfast[http]'") from exc
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise InvalidOption("a runtime's url must begin with http:// or https://")
+        self._httpx = httpx
+        self._url = url
+        self._where = redact(url)
+        self._client = httpx.AsyncClient(
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            headers={"authorization": f"Bearer {token}"} if token else None,
+            transport=transport,
+            # Messages go where the configuration says, not where the environment or an answer sends them.
+            trust_env=False,
+            follow_redirects=False,
+        )
+
+    async def trigger_event(
+        self, event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str
+    ) -> str:
+        key = str(context.get("message_id", ""))
+        call = Call(
+            event_name=event_name, context=context, focus=focus, tenant_id=tenant_id, trace_id=f"queue-{key}", key=key
+        )
+        return (await self.act(call)).run_id
+
+    async def act(self, call: Call) -> Run:
+        body = encode_json(
+            {
+                "event_name": call.event_name,
+                "context": {**call.context, "message": call.message()},
+                "focus": call.focus,
+                "tenant_id": call.tenant_id,
+            },
+            "the request",
+            _BODY_LIMIT,
+        )
+        try:
+            response = await self._client.post(self._url, content=body, headers=_headers(call))
+        except self._httpx.HTTPError as exc:
+            raise RuntimeFailed(f"{self._where} does not answer: {type(exc).__name__}") from exc
+        if response.is_success:
+            return Run(_run_id(response.content))
+        words = f"{self._where} answered {response.status_code}"
+        if response.status_code < 500 and response.status_code not in _TRIED_AGAIN:
+            raise Fatal(words)
+        raise RuntimeFailed(words)
+
+    async def close(self) -> None:
+        """Give connections back."""
+        await self._client.aclose()
+
+    def __repr__(self) -> str:
+        return f"<HttpRuntime {self._where}>"
+
+
+def _headers(call: Call) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    if call.key:
+        headers["idempotency-key"] = call.key if _fits(call.key) else hashed(call.key)
+    if call.traceparent:
+        headers["traceparent"] = call.traceparent
+    if _fits(call.trace_id):
+        headers["x-trace-id"] = call.trace_id
+    return headers
+
+
+def _fits(value: str) -> bool:
+    return len(value) <= _VALUE_LIMIT and value.isascii() and value.isprintable()
+
+
+def _run_id(body: bytes) -> str:
+    try:
+        return run_id_of(parse_json(body).payload)
+    except ParseError:
+        return ""

@@ -1,0 +1,201 @@
+"""TLS and credentials (requirement T10): Redis as engine and as broker, PostgreSQL; rotated without losing anything."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from redis.asyncio import Redis
+
+from holdfast.brokers.port import Outgoing
+from holdfast.brokers.redis_streams import RedisAdapter, RedisConnection, RedisPublisher
+from holdfast.core.job import Envelope, new_job_ids
+from holdfast.engine.factory import build_engine
+from holdfast.errors import BrokerRefused, BrokerUnavailable, EngineUnavailable, LedgerUnavailable
+from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
+from holdfast.settings import Settings
+from holdfast.testing.contract.brokers import Reader, eventually
+from tests.certificates import Certificates, make_certificates
+from tests.conftest import MakePostgres, MakeServer
+from tests.servers import RedisServer, free_port
+
+OLD: Final = "old-correct-horse"
+NEW: Final = "new-battery-staple"
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return make_certificates(tmp_path / "certificates")
+
+
+def tls_redis(make_redis: MakeServer, certificates: Certificates, **options: str) -> tuple[RedisServer, str]:
+    """A Redis with a second port for TLS, and the URL of that one."""
+    port = free_port()
+    files = {
+        "tls_port": str(port),
+        "tls_cert_file": str(certificates.certificate),
+        "tls_key_file": str(certificates.key),
+        "tls_ca_cert_file": str(certificates.ca),
+        "tls_auth_clients": "no",
+    }
+    server = make_redis(**{**files, **options})
+    return server, f"rediss://127.0.0.1:{port}/0"
+
+
+def broker(url: str, **options: Any) -> RedisConnection:
+    return RedisConnection.model_validate({"url": url, "visibility_timeout_s": 2.0, **options})
+
+
+async def publish(connection: RedisConnection, *bodies: bytes) -> None:
+    publisher = RedisPublisher(connection)
+    await publisher.connect()
+    assert await publisher.publish([Outgoing("orders", body, {}) for body in bodies]) == [None] * len(bodies)
+    await publisher.close()
+
+
+@pytest.mark.redis
+async def test_redis_streams_over_tls(make_redis: MakeServer, certificates: Certificates) -> None:
+    _, url = tls_redis(make_redis, certificates)
+    connection = broker(url, ca_file=str(certificates.ca))
+    await publish(connection, b"sealed")
+    adapter = RedisAdapter(connection, "orders", "readers")
+    await adapter.connect()
+    reader = Reader(adapter)
+    assert (await reader.handle(1))[0].body == b"sealed"
+    await reader.stop()
+    assert await unverified(url) == b"PONG"
+
+
+async def unverified(url: str) -> bytes:
+    """What a client gets that was told to trust anybody."""
+    client: Any = broker(url, verify=False).client()
+    try:
+        return b"PONG" if await client.ping() else b""
+    finally:
+        await client.aclose()
+
+
+@pytest.mark.redis
+async def test_redis_streams_trust_no_stranger(
+    make_redis: MakeServer, certificates: Certificates, tmp_path: Path
+) -> None:
+    _, url = tls_redis(make_redis, certificates)
+    strangers = make_certificates(tmp_path / "strangers")
+    for options in ({}, {"ca_file": str(strangers.ca)}):
+        adapter = RedisAdapter(broker(url, **options), "orders", "readers")
+        with pytest.raises(BrokerUnavailable, match="certificate"):
+            await adapter.connect()
+        await adapter.close()
+
+
+@pytest.mark.redis
+async def test_a_server_may_ask_for_our_certificate(make_redis: MakeServer, certificates: Certificates) -> None:
+    _, url = tls_redis(make_redis, certificates, tls_auth_clients="yes")
+    trust = {"ca_file": str(certificates.ca)}
+    nameless = RedisAdapter(broker(url, **trust), "orders", "readers")
+    with pytest.raises(BrokerUnavailable):
+        await nameless.connect()
+    await nameless.close()
+    ours = {"cert_file": str(certificates.certificate), "key_file": str(certificates.key)}
+    await publish(broker(url, **trust, **ours), b"known")
+
+
+@pytest.mark.redis
+async def test_a_password_is_rotated_without_losing_a_message(make_redis: MakeServer) -> None:
+    """As docs/how-to/rotate-credentials.md says: both are valid for a while, consumers are replaced one by one."""
+    server = make_redis()
+    admin: Any = Redis.from_url(server.url)
+    await admin.execute_command("ACL", "SETUSER", "shop", "on", f">{OLD}", "~*", "&*", "+@all")
+    old, new = (broker(server.url, username="shop", password=word) for word in (OLD, NEW))
+    await publish(old, b"1", b"2", b"3")
+    first = RedisAdapter(old, "orders", "readers")
+    await first.connect()
+    leaving = Reader(first)
+    await leaving.handle(1)
+    with pytest.raises(BrokerRefused, match="refuses this user name or password"):
+        await publish(new, b"too early")
+
+    await admin.execute_command("ACL", "SETUSER", "shop", f">{NEW}")
+    second = RedisAdapter(new, "orders", "readers")
+    await second.connect()
+    arriving = Reader(second)
+    await publish(new, b"4")
+    await leaving.stop()
+
+    await admin.execute_command("ACL", "SETUSER", "shop", f"<{OLD}")
+    assert {message.body for message in await arriving.handle(3)} == {b"2", b"3", b"4"}
+    with pytest.raises(BrokerRefused):
+        await publish(old, b"too late")
+    await eventually(lambda: _nothing_pending(admin))
+    await arriving.stop()
+    await admin.aclose()
+
+
+async def _nothing_pending(admin: Any) -> bool:
+    return bool((await admin.xpending("orders", "readers"))["pending"] == 0)
+
+
+@pytest.mark.redis
+async def test_the_engine_over_tls(make_redis: MakeServer, certificates: Certificates, tmp_path: Path) -> None:
+    server, url = tls_redis(make_redis, certificates)
+    admin: Any = Redis.from_url(server.url)
+    await admin.execute_command("ACL", "SETUSER", "shop", "on", f">{OLD}", "~*", "&*", "+@all")
+    await admin.aclose()
+    named = url.replace("//", f"//shop:{OLD}@")
+    engine = build_engine(Settings(url=f"{named}?ssl_ca_certs={certificates.ca}"))
+    await engine.open()
+    job_id = new_job_ids(1)[0]
+    await engine.submit([Envelope(job_id=job_id, task="print", payload=b"{}")])
+    assert [claim.job_id for claim in await engine.claim("w1", ["default"], 5, 0)] == [job_id]
+    await engine.close()
+    strangers = make_certificates(tmp_path / "strangers")
+    for wrong in (f"{named}?ssl_ca_certs={strangers.ca}", named, named.replace(OLD, NEW) + "?ssl_cert_reqs=none"):
+        stranger = build_engine(Settings(url=wrong))
+        with pytest.raises(EngineUnavailable) as caught:
+            await stranger.open()
+        assert OLD not in str(caught.value)
+        assert NEW not in str(caught.value)
+        await stranger.close()
+
+
+@pytest.fixture
+def postgres_files(certificates: Certificates) -> Iterator[Certificates]:
+    """Where the server's own user may read them, and nobody else."""
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-tls-"))
+    account = pwd.getpwnam("postgres") if os.geteuid() == 0 else None
+    copies = []
+    for file in certificates:
+        copies.append(Path(shutil.copy(file, folder)))
+        copies[-1].chmod(0o600)
+    for path in (folder, *copies):
+        if account is not None:
+            os.chown(path, account.pw_uid, account.pw_gid)
+    yield Certificates(*copies)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.postgres
+async def test_the_ledger_over_tls(
+    make_postgres: MakePostgres, certificates: Certificates, postgres_files: Certificates, tmp_path: Path
+) -> None:
+    server = make_postgres(
+        fsync=False, ssl="on", ssl_cert_file=str(postgres_files.certificate), ssl_key_file=str(postgres_files.key)
+    )
+    store = PostgresStore(f"{server.url}?sslmode=verify-full&sslrootcert={certificates.ca}", StoreOptions(pool_size=1))
+    await store.open()
+    assert [row["ssl"] for row in await store.fetch("SELECT ssl FROM pg_stat_ssl WHERE pid = pg_backend_pid()")] == [
+        True
+    ]
+    assert await store.fetch("SELECT count(*) FROM jobs")
+    await store.close()
+    strangers = make_certificates(tmp_path / "strangers")
+    stranger = PostgresStore(f"{server.url}?sslmode=verify-full&sslrootcert={strangers.ca}", StoreOptions(pool_size=1))
+    with pytest.raises(LedgerUnavailable, match="TLS failed"):
+        await stranger.open()
+    await stranger.close()

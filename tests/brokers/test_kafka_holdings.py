@@ -1,0 +1,158 @@
+"""What a consumer of Kafka has in hand, what of it is delivered, and how far it may commit."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from threading import Thread
+from time import monotonic
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.brokers.kafka import KafkaAdapter, KafkaConnection
+from holdfast.brokers.kafka.holdings import Holdings
+from holdfast.brokers.port import RawMessage
+
+
+def message(partition: int, offset: int, share: int, deliveries: int = 1) -> RawMessage:
+    place = {"topic": "t", "partition": partition, "offset": offset, "share": share}
+    return RawMessage(f"t-{partition}-{offset}", b"", {}, datetime.now(UTC), place, deliveries=deliveries)
+
+
+def taken(holdings: Holdings, partition: int, offset: int) -> RawMessage:
+    share = holdings.take(partition, offset)
+    assert share is not None
+    return message(partition, offset, share)
+
+
+#: take (with a gap), settle one of those in hand, requeue one, lose and regain the partition, commit.
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["take", "take", "settle", "settle", "again", "regain", "commit"]), st.integers(0, 30)),
+    max_size=80,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_a_commit_never_passes_what_is_in_hand(steps: list[tuple[str, int]]) -> None:
+    holdings = Holdings(1_000)
+    holdings.gain([0])
+    next_offset, committed = 0, 0
+    in_hand: dict[int, RawMessage] = {}
+    old: list[RawMessage] = []
+    for word, number in steps:
+        chosen = list(in_hand)[number % len(in_hand)] if in_hand else None
+        match word:
+            case "take":
+                next_offset += number % 3
+                in_hand[next_offset] = taken(holdings, 0, next_offset)
+                next_offset += 1
+            case "settle" if chosen is not None:
+                holdings.settle(in_hand.pop(chosen))
+            case "again" if chosen is not None:
+                old.append(in_hand[chosen])
+                deliveries = holdings.again(in_hand[chosen])
+                assert deliveries == in_hand[chosen].deliveries + 1
+                in_hand[chosen] = message(0, chosen, in_hand[chosen].metadata["share"], deliveries)
+            case "regain":
+                old += in_hand.values()
+                in_hand.clear()
+                holdings.lose([0])
+                holdings.gain([0])
+                # The broker begins again at what was committed.
+                next_offset = committed
+            case "commit":
+                for offset in holdings.to_commit().values():
+                    assert offset == min(in_hand, default=next_offset)
+                    assert offset >= committed
+                    committed = offset
+        for stale in old:
+            assert not holdings.can_deliver(stale)
+            holdings.settle(stale)
+        assert holdings.room() == 1_000 - len(in_hand)
+        assert all(holdings.can_deliver(held) for held in in_hand.values())
+
+
+def test_what_comes_again_from_further_back_replaces_what_came_before() -> None:
+    holdings = Holdings(10)
+    holdings.gain([0])
+    before = [taken(holdings, 0, offset) for offset in (5, 6)]
+    again = taken(holdings, 0, 3)
+    assert [holdings.holds(old) for old in before] == [False, False]
+    assert holdings.holds(again)
+    assert (holdings.room(), holdings.to_commit()) == (9, {0: 3})
+
+
+def test_a_failed_commit_is_tried_again() -> None:
+    holdings = Holdings(10)
+    holdings.gain([0, 1])
+    holdings.settle(taken(holdings, 0, 7))
+    assert holdings.to_commit() == {0: 8}
+    assert holdings.to_commit() == {}
+    holdings.not_committed([0, 1, 2])
+    assert holdings.to_commit() == {0: 8}
+
+
+def test_a_partition_that_leaves_is_not_ours_but_what_was_begun_counts() -> None:
+    holdings = Holdings(10)
+    holdings.gain([0])
+    begun, waits = taken(holdings, 0, 0), taken(holdings, 0, 1)
+    assert holdings.holds(begun)
+    left: list[int] = []
+    leaving = Thread(target=lambda: left.append(holdings.wait_for_started([0], 20)))
+    leaving.start()
+    while holdings.can_deliver(waits):
+        pass
+    assert not holdings.holds(waits)
+    assert holdings.take(0, 2) is None
+    holdings.settle(begun)
+    leaving.join(20)
+    assert left == [0]
+    assert holdings.to_commit([0]) == {0: 1}
+
+
+def test_the_wait_for_what_was_begun_has_an_end() -> None:
+    holdings = Holdings(10)
+    holdings.gain([0])
+    assert holdings.holds(taken(holdings, 0, 0))
+    began = monotonic()
+    assert holdings.wait_for_started([0, 9], 0.05) == 1
+    assert 0.04 < monotonic() - began < 5
+
+
+def test_room_is_waited_for() -> None:
+    holdings = Holdings(1)
+    holdings.gain([0])
+    held = taken(holdings, 0, 0)
+    assert not holdings.wait_for_room(0.01)
+    Thread(target=holdings.settle, args=(held,)).start()
+    assert holdings.wait_for_room(20)
+
+
+def test_another_consumers_message_is_not_ours() -> None:
+    one, other = Holdings(5), Holdings(5)
+    one.gain([0])
+    other.gain([0])
+    theirs, ours = taken(one, 0, 0), taken(other, 0, 0)
+    other.settle(theirs)
+    assert other.again(theirs) is None
+    assert other.holds(ours)
+
+
+async def test_nothing_of_a_partition_that_is_gone_is_delivered() -> None:
+    adapter = KafkaAdapter(KafkaConnection(bootstrap_servers="127.0.0.1:1"), "t", "g")
+    holdings = adapter._holdings
+    holdings.gain([0, 1])
+    batch = [taken(holdings, partition, offset) for offset in range(3) for partition in (0, 1)]
+    adapter._arrived(batch)
+    stream = adapter.consume()
+    assert await anext(stream) is batch[0]
+    await adapter.nack(batch[0], requeue=True)
+    holdings.lose([0])
+    holdings.gain([0])
+    assert [(await anext(stream)).message_id for _ in range(3)] == ["t-1-0", "t-1-1", "t-1-2"]
+    # What comes again is another delivery.
+    adapter._arrived([taken(holdings, 0, 0)])
+    assert (await anext(stream)).message_id == "t-0-0"
+    await adapter.close()
+    assert [message async for message in stream] == []

@@ -1,0 +1,165 @@
+"""`holdfast outbox`: what people see, what they may, and the relay as a process."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.exits import ExitCode
+from holdfast.outbox.writing import Event, Outbox
+from holdfast.settings import Settings
+from tests.cli.harness import Shell, eventually
+from tests.cli.test_people import Desk
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOLDFAST_URL", f"sqlite:///{tmp_path}/jobs.db")
+    desk = Desk(tmp_path, monkeypatch)
+    # Makes the file.
+    desk.run("submit", "add", '{"a": 1}')
+    return desk
+
+
+def write(path: Path, *events: Event) -> list[str]:
+    with closing(sqlite3.connect(path)) as connection:
+        ids = Outbox(Settings(url="sqlite://")).add_many_sync(connection, events)
+        connection.commit()
+        return ids
+
+
+def kill(path: Path, *ids: str) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        for event_id in ids:
+            connection.execute(
+                "UPDATE outbox_events SET status = 'DEAD', attempt_count = 10, last_error = 'no broker' WHERE id = ?",
+                [event_id],
+            )
+        connection.commit()
+
+
+def filled(desk: Desk) -> tuple[str, str, str]:
+    """Dead of acme, dead of globex, new."""
+    path = desk.folder / "jobs.db"
+    one, two, three = write(
+        path,
+        Event(topic="orders", key="o-1", payload={"n": 1}, tenant_id="acme", headers={"x-event-name": "paid"}),
+        Event(topic="orders", key="o-2", payload={"n": 2}, tenant_id="globex", destination="other"),
+        Event(topic="mails", payload=b"raw", tenant_id="acme"),
+    )
+    kill(path, one, two)
+    return one, two, three
+
+
+def ids(events: list[dict[str, Any]]) -> list[str]:
+    return [event["id"] for event in events]
+
+
+def test_list(desk: Desk) -> None:
+    assert desk.run("outbox", "list").stdout == ""
+    one, two, three = filled(desk)
+    assert ids(desk.json("outbox", "list")) == [three, two, one]
+    assert ids(desk.json("outbox", "list", "--status", "dead")) == [two, one]
+    assert ids(desk.json("outbox", "list", "--destination", "other")) == [two]
+    assert ids(desk.json("outbox", "list", "--topic", "mails")) == [three]
+    assert ids(desk.json("outbox", "list", "--key", "o-1")) == [one]
+    (first,) = desk.json("outbox", "list", "--key", "o-1")
+    assert first["payload"] == {"n": 1}
+    assert (first["status"], first["attempt_count"], first["last_error"]) == ("DEAD", 10, "no broker")
+    assert first["headers"] == {"x-event-name": "paid"}
+    answer = desk.run("outbox", "list", "--limit", "2")
+    header, *rows = answer.stdout.splitlines()
+    assert header.split("\t")[:3] == ["event", "destination", "topic"]
+    assert [row.split("\t")[0] for row in rows] == [three, two]
+    (after,) = re.findall(r"--after (\d+)", answer.stderr)
+    assert ids(desk.json("outbox", "list", "--after", after)) == [one]
+
+
+def test_retry_by_id_and_all(desk: Desk) -> None:
+    one, two, three = filled(desk)
+    assert desk.json("outbox", "retry", one, "--reason", "it is back") == {"revived": 1}
+    assert ids(desk.json("outbox", "list", "--status", "NEW")) == [three, one]
+    # Not one of those that could be tried again.
+    answer = desk.run("outbox", "retry", three, "nobody", code=ExitCode.USAGE)
+    assert "2 of these" in answer.stderr
+    assert desk.json("outbox", "retry", "--all-dead", "--destination", "default") == {"revived": 0}
+    assert desk.json("outbox", "retry", "--all-dead", "--reason", "all of them") == {"revived": 1}
+    assert ids(desk.json("outbox", "list", "--status", "NEW")) == [three, two, one]
+    log = desk.json("log", "--type", "operator.outbox_retry")
+    assert [(line["reason"], line["tenant_id"]) for line in log] == [("all of them", "globex"), ("it is back", "acme")]
+
+
+@pytest.mark.parametrize("words", [[], ["x", "--all-dead"], ["x", "--destination", "d"]])
+def test_retry_wants_to_know_which(desk: Desk, words: list[str]) -> None:
+    desk.run("outbox", "retry", *words, code=ExitCode.USAGE)
+
+
+def test_people_see_and_revive_what_is_of_their_tenants(desk: Desk) -> None:
+    one, two, three = filled(desk)
+    desk.sit("vic", "viewer", "acme")
+    assert ids(desk.json("outbox", "list")) == [three, one]
+    desk.run("outbox", "retry", one, code=ExitCode.REFUSED)
+    desk.sit(None)
+    desk.sit("olga", "operator", "acme")
+    desk.run("outbox", "retry", two, code=ExitCode.USAGE)
+    assert desk.json("outbox", "retry", "--all-dead") == {"revived": 1}
+    desk.sit(None)
+    assert ids(desk.json("outbox", "list", "--status", "DEAD")) == [two]
+    log = desk.json("log", "--type", "operator.outbox_retry")
+    assert [(line["actor"], line["tenant_id"]) for line in log] == [("olga", "acme")]
+
+
+def test_without_an_outbox(desk: Desk, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_URL", redis_url)
+    for words in (["list"], ["retry", "--all-dead"], ["relay"]):
+        answer = desk.run("outbox", *words, code=ExitCode.USAGE)
+        assert "HOLDFAST_OUTBOX_URL" in answer.stderr
+
+
+def file_of(shell: Shell) -> Path:
+    return Path(shell.environment["HOLDFAST_URL"].removeprefix("sqlite:///"))
+
+
+def test_the_relay_as_a_process(shell: Shell, redis_url: str, namespace: str) -> None:
+    shell.run("submit", "add", '{"a": 1}')
+    path = file_of(shell)
+    targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
+    stream = f"{namespace}:orders"
+    write(path, *[Event(topic=stream, key="k", payload=number) for number in range(3)])
+    environment = {"HOLDFAST_OUTBOX_TARGETS": json.dumps(targets)}
+    with shell.start("outbox", "relay", "--metrics-port", "0", **environment) as relay:
+        relay.wait_log("destinations default, holdfast")
+
+        def all_sent() -> bool:
+            return [event["status"] for event in shell.json("outbox", "list")] == ["SENT"] * 3
+
+        eventually(all_sent, what="all events are sent")
+        (port,) = re.findall(r"127\.0\.0\.1:(\d+)/metrics", relay.log.read_text())
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            text = answer.read().decode()
+        assert "\noutbox_backlog 0.0\n" in text
+        assert '\noutbox_publish_total{result="success"} 3.0\n' in text
+        assert '\noutbox_publish_total{result="dead"} 0.0\n' in text
+        assert '\noutbox_publish_seconds_count{result="success"} 3.0\n' in text
+        assert "\noutbox_publish_delay_seconds_count 3.0\n" in text
+        assert relay.end() == 0
+        assert relay.logged("relay ended")
+
+
+@pytest.mark.parametrize("words", [("upkeep",), ("dev", "sample.py:app"), ("worker", "sample.py:app")])
+def test_other_processes_relay_too(shell: Shell, redis_url: str, namespace: str, words: Any) -> None:
+    shell.run("submit", "add", '{"a": 1}')
+    targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
+    write(file_of(shell), Event(topic=f"{namespace}:orders", payload=1))
+    environment = {"HOLDFAST_OUTBOX_TARGETS": json.dumps(targets), "HOLDFAST_OUTBOX_RELAY": str(words[0] == "worker")}
+    with shell.start(*words, **environment) as process:
+        eventually(lambda: [event["status"] for event in shell.json("outbox", "list")] == ["SENT"], what="it is sent")
+        assert process.end() == 0

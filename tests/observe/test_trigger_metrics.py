@@ -1,0 +1,188 @@
+"""Messages of every kind, then a scrape: metrics of triggers are exactly what happened, under exactly their names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import Deny, Holdfast
+from holdfast.brokers.memory import MemoryBroker
+from holdfast.ledger.trigger_book import Status
+from holdfast.observe.counts import Counts
+from holdfast.observe.families import Families, Sight
+from holdfast.observe.scrape import serving
+from holdfast.triggers.config import TriggerEntry
+from holdfast.triggers.counts import TriggerCounts
+from holdfast.triggers.process import Triggers
+from tests.observe.support import eventually, fetch, scrape
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[Holdfast]:
+    app = Holdfast(f"sqlite:///{tmp_path / 'jobs.db'}")
+
+    @app.task
+    async def ship(order: int) -> int:
+        return order
+
+    @app.guard
+    async def no_thirteen(request: Any) -> Deny | None:
+        return Deny("bad luck") if "13" in str(request.payload) else None
+
+    async with app:
+        yield app
+
+
+def entry(namespace: str, name: str = "orders", **more: Any) -> TriggerEntry:
+    told = {
+        "name": name,
+        "queue_name": "orders",
+        "consumer_group": name,
+        "adapter": {"type": "memory", "connection": {"name": namespace}},
+        "runtime": {"task": "ship"},
+        "metrics": {"export_interval": 0.01},
+    }
+    return TriggerEntry.model_validate(told | more)
+
+
+@asynccontextmanager
+async def running(triggers: Triggers) -> AsyncIterator[None]:
+    task = asyncio.create_task(triggers.run())
+    try:
+        yield
+    finally:
+        triggers.stop()
+        await task
+
+
+def own(seen: dict[str, float]) -> dict[str, float]:
+    """Without the buckets."""
+    return {
+        name: value
+        for name, value in seen.items()
+        if name.startswith("queue_") and not name.startswith("queue_lag") and "_bucket" not in name
+    }
+
+
+async def test_the_numbers_are_exactly_what_happened(app: Holdfast, namespace: str) -> None:
+    broker = MemoryBroker.named(namespace)
+    for body, key in (
+        (b"1", "a"),
+        (b"2", "b"),
+        (b"2", "b"),
+        (b"3", "c"),
+        (b"13", "d"),
+        (b"not json", "e"),
+        (b"[]", "f"),
+    ):
+        broker.write("orders", body, {"x-dedup-key": key})
+    async with running(Triggers(app, [entry(namespace, concurrency=3)])):
+
+        async def done() -> bool:
+            return (await scrape(app)).get('queue_processing_duration_seconds_count{queue="orders"}') == 7
+
+        await eventually(done, "all messages")
+        seen = own(await scrape(app))
+        total_s = seen.pop('queue_processing_duration_seconds_sum{queue="orders"}')
+        assert 0 < total_s < 20
+        assert seen.pop('queue_consume_delay_seconds_sum{queue="orders"}') >= 0
+        assert seen == {
+            'queue_messages_consumed_total{queue="orders",status="success"}': 3,
+            'queue_messages_consumed_total{queue="orders",status="duplicate"}': 1,
+            'queue_messages_consumed_total{queue="orders",status="rejected"}': 1,
+            'queue_messages_consumed_total{queue="orders",status="unparsable"}': 1,
+            'queue_messages_consumed_total{queue="orders",status="failed"}': 1,
+            'queue_dedup_hits_total{queue="orders"}': 1,
+            'queue_active_workers{queue="orders"}': 3,
+            'queue_consumer_lag{queue="orders"}': 0,
+            'queue_processing_duration_seconds_count{queue="orders"}': 7,
+            'queue_consume_delay_seconds_count{queue="orders"}': 7,
+            'queue_runtime_calls_total{queue="orders"}': 6,
+        }
+    after = await scrape(app)
+    assert after['queue_active_workers{queue="orders"}'] == 0
+    assert after['queue_messages_consumed_total{queue="orders",status="success"}'] == 3
+
+
+async def test_what_waits_while_nobody_takes_it(app: Holdfast, namespace: str) -> None:
+    broker = MemoryBroker.named(namespace)
+    triggers = Triggers(app, [entry(namespace)])
+    async with running(triggers):
+
+        async def ready() -> bool:
+            return triggers.ready
+
+        await eventually(ready, "the start")
+        await triggers._built[0].trigger.pause()
+        for number in range(5):
+            broker.write("orders", str(number).encode())
+
+        async def behind() -> bool:
+            return (await scrape(app)).get('queue_consumer_lag{queue="orders"}') == 5
+
+        await eventually(behind, "the lag")
+
+
+async def test_a_trigger_whose_metrics_are_off_is_not_told_of(app: Holdfast, namespace: str) -> None:
+    async with running(Triggers(app, [entry(namespace, metrics={"enabled": False})])):
+        assert own(await scrape(app)) == {}
+
+
+def test_several_triggers_of_one_queue_are_told_together() -> None:
+    one, two, other = TriggerCounts("q", lag=3), TriggerCounts("q", lag=5), TriggerCounts("r")
+    for number, counts in enumerate((one, two, other), 1):
+        counts.consumed[Status.SUCCESS] = number
+        counts.dedup_hits, counts.active_workers = number, 10 * number
+        counts.durations.add([0.001] * number)
+        counts.delays.add([0.002] * number)
+        counts.calls = number
+    families = Families("x", Counts(triggers={"a": one, "b": two, "c": other}), Sight(engine_up=True)).collect()
+    seen = {
+        (sample.name, sample.labels["queue"], sample.labels.get("status", "")): sample.value
+        for family in families
+        if family.name.startswith("queue_")
+        for sample in family.samples
+        if sample.labels.get("le") in (None, "+Inf")
+    }
+    assert {name: value for name, value in seen.items() if value} == {
+        ("queue_messages_consumed_total", "q", "success"): 3,
+        ("queue_messages_consumed_total", "r", "success"): 3,
+        ("queue_processing_duration_seconds_bucket", "q", ""): 3,
+        ("queue_processing_duration_seconds_bucket", "r", ""): 3,
+        ("queue_processing_duration_seconds_count", "q", ""): 3,
+        ("queue_processing_duration_seconds_count", "r", ""): 3,
+        ("queue_processing_duration_seconds_sum", "q", ""): pytest.approx(0.003),
+        ("queue_processing_duration_seconds_sum", "r", ""): pytest.approx(0.003),
+        ("queue_consume_delay_seconds_bucket", "q", ""): 3,
+        ("queue_consume_delay_seconds_bucket", "r", ""): 3,
+        ("queue_consume_delay_seconds_count", "q", ""): 3,
+        ("queue_consume_delay_seconds_count", "r", ""): 3,
+        ("queue_consume_delay_seconds_sum", "q", ""): pytest.approx(0.006),
+        ("queue_consume_delay_seconds_sum", "r", ""): pytest.approx(0.006),
+        ("queue_runtime_calls_total", "q", ""): 3,
+        ("queue_runtime_calls_total", "r", ""): 3,
+        ("queue_active_workers", "q", ""): 30,
+        ("queue_active_workers", "r", ""): 30,
+        ("queue_dedup_hits_total", "q", ""): 3,
+        ("queue_dedup_hits_total", "r", ""): 3,
+        ("queue_consumer_lag", "q", ""): 5,
+    }
+
+
+async def test_readiness_beside_the_metrics() -> None:
+    async def text() -> tuple[bytes, str]:
+        return b"x 1\n", "text/plain"
+
+    ready = False
+    async with serving("127.0.0.1", 0, text, lambda: ready) as port:
+        assert (await fetch(port, "/readyz"))[0].startswith("HTTP/1.1 503")
+        ready = True
+        assert (await fetch(port, "/readyz"))[1] == "ready\n"
+        assert (await fetch(port, "/readyz", method="POST"))[0].startswith("HTTP/1.1 404")
+    async with serving("127.0.0.1", 0, text) as port:
+        assert (await fetch(port, "/readyz"))[0].startswith("HTTP/1.1 404")

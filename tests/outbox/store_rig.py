@@ -1,0 +1,137 @@
+"""Outbox stores of every kind, and rows in them as users' programs write them."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.clock import SystemClock
+from holdfast.engine.sqlite.store import Place
+from holdfast.ledger.embedded import EmbeddedLedger
+from holdfast.ledger.ledgers import PostgresLedger, SqliteLedger
+from holdfast.ledger.outbox_store import OutboxEvent, OutboxStore, Status, lane_of
+from holdfast.ledger.postgres.store import PostgresStore
+from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.store import SqliteStore
+
+AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger
+ALL: Final = list(range(64))
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    key: str | None = None
+    status: Status = Status.NEW
+    #: From now.
+    retry_in_ms: int = 0
+    destination: str = "kafka"
+    topic: str = "orders"
+    tenant_id: str = "default"
+    attempts: int = 0
+    age_ms: int = 0
+
+
+class Rig:
+    """A ledger, and another one on the same store."""
+
+    def __init__(self, kind: str, where: str) -> None:
+        self.kind = kind
+        self._where = where
+        self.ledger = self.another()
+
+    def another(self) -> AnyLedger:
+        match self.kind:
+            case "postgres":
+                return PostgresLedger(PostgresStore(self._where))
+            case "sqlite":
+                return SqliteLedger(SqliteStore(Place(self._where), prepare_ledger), SystemClock())
+            case _:
+                return EmbeddedLedger(Place(self._where), SystemClock())
+
+    @property
+    def outbox(self) -> OutboxStore:
+        return self.ledger.outbox
+
+    async def write(self, *events: Written) -> None:
+        """In one transaction of somebody else's, in this order."""
+        now_ms = await self.outbox.now_ms()
+        await self.insert([_row(event, now_ms) for event in events])
+
+    async def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        if isinstance(self.ledger, PostgresLedger):
+            await self.ledger.store.execute_many(_INSERT.format(values=_POSTGRES), rows)
+        else:
+            await asyncio.to_thread(_insert, Path(self._where), rows)
+
+    async def run(self, statement: str) -> list[Any]:
+        """SQL that both understand."""
+        if isinstance(self.ledger, PostgresLedger):
+            return [tuple(row) for row in await self.ledger.store.fetch(statement)]
+        return await asyncio.to_thread(_run, Path(self._where), statement)
+
+    async def take(self, relay: str = "me", most: int = 64, lease_ms: int = 60_000, **options: Any) -> list[int]:
+        return await self.outbox.take_lanes(relay, ["kafka"], most, lease_ms, **options)
+
+    async def due(self, relay: str = "me", limit: int = 100, dead_blocks: bool = False) -> list[str]:
+        """Ids of what is due, of whatever lanes can be taken."""
+        return [event.id for event in await self.due_events(relay, limit, dead_blocks)]
+
+    async def due_events(self, relay: str = "me", limit: int = 100, dead_blocks: bool = False) -> list[OutboxEvent]:
+        lanes = await self.take(relay, dead_blocks=dead_blocks)
+        return await self.outbox.due(relay, lanes, ["kafka"], limit, dead_blocks=dead_blocks)
+
+    async def status_of(self, event_id: str) -> Status:
+        found = await self.outbox.get("default", event_id)
+        assert found is not None
+        return found.status
+
+
+_INSERT: Final = """
+INSERT INTO outbox_events (tenant_id, id, destination, topic, key, lane, payload, headers, status, attempt_count,
+                           next_retry_at, created_at, sent_at) VALUES ({values})"""
+_POSTGRES: Final = (
+    "$1, $2, $3, $4, $5, $6, $7, $8, $9, $10, to_timestamp($11::bigint / 1000.0), to_timestamp($12::bigint / 1000.0), "
+    "to_timestamp($13::bigint / 1000.0)"
+)
+
+
+def _row(event: Written, now_ms: int) -> tuple[Any, ...]:
+    created_ms = now_ms - event.age_ms
+    return (
+        event.tenant_id,
+        event.id,
+        event.destination,
+        event.topic,
+        event.key,
+        lane_of(event.destination, event.topic, event.key, event.id),
+        '{"n":1}',
+        '{"x-event-name":"paid"}',
+        str(event.status),
+        event.attempts,
+        now_ms + event.retry_in_ms if event.status is Status.RETRYING else None,
+        created_ms,
+        created_ms if event.status is Status.SENT else None,
+    )
+
+
+def _insert(path: Path, rows: Sequence[tuple[Any, ...]]) -> None:
+    connection = sqlite3.connect(path, timeout=10)
+    try:
+        with connection:
+            connection.executemany(_INSERT.format(values=", ".join("?" * 13)), rows)
+    finally:
+        connection.close()
+
+
+def _run(path: Path, statement: str) -> list[Any]:
+    connection = sqlite3.connect(path, timeout=10)
+    try:
+        with connection:
+            return connection.execute(statement).fetchall()
+    finally:
+        connection.close()

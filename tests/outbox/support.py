@@ -1,0 +1,95 @@
+"""Outboxes on real databases, relays on them, and what has arrived at the broker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from holdfast import Holdfast
+from holdfast.brokers.memory import MemoryBroker
+from holdfast.ledger.outbox_store import OutboxEvent, OutboxStore, Status
+from holdfast.observe.counts import Counts
+from holdfast.outbox.relay import Relay
+from holdfast.outbox.targets import Outlet, outlets
+from holdfast.outbox.writing import Event
+from holdfast.settings import Settings
+
+
+async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float = 15) -> None:
+    """Wait for it; fail if it does not come."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = condition()
+        if await answer if isinstance(answer, Awaitable) else answer:
+            return
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+class World:
+    """An app whose ledger has the outbox, a memory broker as its default destination."""
+
+    def __init__(self, app: Holdfast, broker: str, url: str) -> None:
+        self.app = app
+        self.broker = MemoryBroker.named(broker)
+        self.url = url
+
+    async def store(self) -> OutboxStore:
+        assert self.app.outbox_port is not None
+        return await self.app.outbox_port.open()
+
+    async def write(self, *events: Event) -> list[str]:
+        """In one transaction, on a connection of its own."""
+        async with transaction(self.url) as connection:
+            return await self.app.outbox.add_many(connection, events)
+
+    async def events(self, **wanted: Any) -> list[OutboxEvent]:
+        """In the order in which they were written."""
+        return (await (await self.store()).find(None, limit=1_000, **wanted))[::-1]
+
+    async def statuses(self) -> list[str]:
+        return [event.status.value for event in await self.events()]
+
+    async def all_are(self, status: Status) -> bool:
+        return {event.status for event in await self.events()} <= {status}
+
+    def bodies(self, topic: str = "orders") -> list[Any]:
+        """Data of the CloudEvents that have arrived, in order."""
+        return [msgspec.json.decode(message.body)["data"] for message in self.broker.messages(topic)]
+
+    @asynccontextmanager
+    async def relay(self, settings: Settings | None = None, **given: Outlet) -> AsyncIterator[Relay]:
+        """A relay while the block runs, then drained."""
+        chosen = settings or self.app.settings
+        relay = Relay(await self.store(), outlets(chosen, None) | given, chosen, Counts())
+        running = asyncio.create_task(relay.run())
+        try:
+            yield relay
+        finally:
+            relay.stop()
+            await asyncio.wait_for(running, 20)
+
+
+@asynccontextmanager
+async def transaction(url: str) -> AsyncIterator[Any]:
+    """A connection in a transaction that is committed at the end."""
+    if url.startswith("sqlite:"):
+        import aiosqlite
+
+        async with aiosqlite.connect(url.removeprefix("sqlite:///")) as file:
+            yield file
+            await file.commit()
+        return
+    import asyncpg
+
+    connection = await asyncpg.connect(url)
+    try:
+        async with connection.transaction():
+            yield connection
+    finally:
+        await connection.close()

@@ -1,0 +1,365 @@
+"""Transactional enqueue: a job is there exactly if the transaction was committed, and once however often it is handed
+in."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import aiosqlite
+import asyncpg
+import msgspec
+import pytest
+
+from holdfast import Holdfast
+from holdfast.core.job import Envelope, Meta, Priority
+from holdfast.errors import (
+    Denied,
+    EngineUnavailable,
+    InvalidOption,
+    InvalidPayload,
+    JobFailed,
+    UnknownJob,
+    UsageError,
+    WaitTimeout,
+)
+from holdfast.ledger.outbox_store import HOLDFAST, OutboxEvent, Status, lane_of
+from holdfast.outbox.enqueue import envelope_of, row_of
+from holdfast.testing import drain, inline
+from holdfast.upkeep.relaying import Relaying, relaying
+from tests.outbox.support import until
+
+
+@pytest.fixture(params=["embedded", "redis-postgres"])
+async def app(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> AsyncIterator[Holdfast]:
+    if request.param == "embedded":
+        app = Holdfast(f"sqlite:///{tmp_path / 'app.db'}", outbox_backoff_base_s=0.02)
+    else:
+        app = Holdfast(
+            request.getfixturevalue("redis_url"),
+            ledger=request.getfixturevalue("postgres_url"),
+            namespace=namespace,
+            outbox_backoff_base_s=0.02,
+        )
+
+    @app.task(queue="mail")
+    async def double(number: int) -> int:
+        return number * 2
+
+    async with app:
+        # Makes the file, where that is the database.
+        assert app.outbox_port is not None
+        await app.outbox_port.open()
+        yield app
+
+
+def double(app: Holdfast) -> Any:
+    return app.tasks["double"]
+
+
+@asynccontextmanager
+async def transaction(app: Holdfast, *, commit: bool = True) -> AsyncIterator[Any]:
+    """Of the database that has the outbox."""
+    if app.settings.ledger is None:
+        async with aiosqlite.connect(app.settings.url.removeprefix("sqlite:///")) as file:
+            yield file
+            await (file.commit() if commit else file.rollback())
+        return
+    connection = await asyncpg.connect(app.settings.ledger)
+    try:
+        begun = connection.transaction()
+        await begun.start()
+        yield connection
+        await (begun.commit() if commit else begun.rollback())
+    finally:
+        await connection.close()
+
+
+@asynccontextmanager
+async def at_work(app: Holdfast) -> AsyncIterator[None]:
+    """A relay, and somebody who runs what is due."""
+
+    async def run() -> None:
+        while True:
+            await drain(app, ["mail", "other"])
+            await asyncio.sleep(0.02)
+
+    worker = asyncio.create_task(run())
+    try:
+        async with relaying(app):
+            yield
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+
+
+async def only_event(app: Holdfast) -> OutboxEvent:
+    assert app.outbox_port is not None
+    (event,) = await (await app.outbox_port.open()).find(None)
+    return event
+
+
+async def test_after_the_commit_the_job_runs(app: Holdfast) -> None:
+    async with transaction(app) as connection:
+        job = await double(app).options(connection=connection).submit(21)
+        assert await app.engine.get("mail", [job.id]) == [None], "nothing before the commit"
+    async with at_work(app):
+        assert await job.result(timeout=20) == 42
+    event = await only_event(app)
+    assert (event.id, event.destination, event.topic, event.status) == (job.id, HOLDFAST, "mail", Status.SENT)
+    assert (await job.view()).task == "double"
+    assert not job.duplicate
+
+
+async def test_after_a_rollback_there_is_none(app: Holdfast) -> None:
+    async with transaction(app, commit=False) as connection:
+        job = await double(app).options(connection=connection).submit(21)
+    async with at_work(app):
+        with pytest.raises(UnknownJob):
+            await job.result(timeout=5)
+        with pytest.raises(UnknownJob):
+            await job.view()
+
+
+async def test_many(app: Holdfast) -> None:
+    async with transaction(app) as connection:
+        jobs = await double(app).options(connection=connection).submit_many([(n,) for n in range(30)])
+        assert await double(app).options(connection=connection).submit_many([]) == []
+        one = await app.submit_raw("double", b'{"number": 50}', connection=connection)
+    async with at_work(app):
+        assert [await job.result(timeout=20) for job in jobs] == [2 * n for n in range(30)]
+        assert await one.result(timeout=20) == 100
+
+
+async def test_options_travel_along(app: Holdfast) -> None:
+    async with transaction(app) as connection:
+        chosen = double(app).options(
+            connection=connection,
+            tenant_id="acme",
+            queue="other",
+            priority="high",
+            trace_id="trace",
+            context={"a": 1},
+            delay=timedelta(hours=1),
+        )
+        job = await chosen.submit(1)
+    async with relaying(app):
+        await until(lambda: is_there(app, "other", job.id))
+    view = await job.view()
+    assert (view.tenant_id, view.queue, view.trace_id, view.meta.context) == ("acme", "other", "trace", {"a": 1})
+    assert view.meta.priority == Priority.HIGH
+    assert view.next_attempt_at_ms or view.meta.run_at_ms
+
+
+async def is_there(app: Holdfast, queue: str, job_id: str) -> bool:
+    return (await app.engine.get(queue, [job_id]))[0] is not None
+
+
+async def test_handed_in_twice_it_is_one_job(app: Holdfast) -> None:
+    async with transaction(app) as connection:
+        job = await double(app).options(connection=connection).submit(21)
+    # As a relay does that dies before it could say so.
+    await (await app.desk()).submit(envelope_of(await only_event(app)))
+    assert await drain(app, ["mail"]) == 1
+    async with at_work(app):
+        await until(lambda: is_sent(app))
+        assert await job.result(timeout=20) == 42
+        assert await drain(app, ["mail"]) == 0
+    assert (await job.view()).attempt == 1
+
+
+async def is_sent(app: Holdfast) -> bool:
+    return (await only_event(app)).status is Status.SENT
+
+
+async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Holdfast) -> None:
+    first = await double(app).options(idempotency_key="k").submit(1)
+    async with transaction(app) as connection:
+        second = await double(app).options(idempotency_key="k", connection=connection).submit(1)
+    assert second.id != first.id
+    async with at_work(app):
+        assert await second.result(timeout=20) == 2
+    assert (second.id, second.duplicate) == (first.id, True)
+    assert (await only_event(app)).last_error == f"duplicate of job {first.id}"
+    async with transaction(app) as connection:
+        third = await double(app).options(idempotency_key="k", connection=connection).submit(1)
+    async with relaying(app):
+        assert app.outbox_port is not None
+        store = await app.outbox_port.open()
+
+        async def sent() -> bool:
+            event = await store.get("default", third.id)
+            return event is not None and event.status is Status.SENT
+
+        await until(sent)
+    assert (await third.view()).job_id == first.id
+
+
+async def test_waiting_for_a_job_that_no_relay_has_handed_in(app: Holdfast) -> None:
+    async with transaction(app) as connection:
+        job = await double(app).options(connection=connection).submit(21)
+    with pytest.raises(WaitTimeout, match="in the outbox"):
+        await job.result(timeout=0.2)
+
+
+async def test_guards_are_asked_at_once(app: Holdfast) -> None:
+    @app.guard
+    async def odd(request: Any) -> Any:
+        from holdfast import Deny
+
+        return Deny("odd") if request.arguments["number"] % 2 else None
+
+    async with transaction(app) as connection:
+        task = double(app).options(connection=connection)
+        with pytest.raises(Denied):
+            await task.submit(1)
+        with pytest.raises(Denied):
+            await task.submit_many([(2,), (3,)])
+        job = await task.submit(4)
+    async with at_work(app):
+        assert await job.result(timeout=20) == 8
+
+
+async def test_arguments_are_checked_at_once(app: Holdfast) -> None:
+    async with transaction(app) as connection:
+        with pytest.raises(InvalidPayload):
+            await double(app).options(connection=connection).submit("x")
+        with pytest.raises(InvalidOption, match="durable"):
+            double(app).options(connection=connection, durable=True)
+        with pytest.raises(UsageError, match="not on"):
+            await double(app).options(connection=object()).submit(1)
+
+
+async def test_an_engine_that_is_away_is_waited_for(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with transaction(app) as connection:
+        job = await double(app).options(connection=connection).submit(21)
+    real, away = app.engine.submit, [True]
+
+    async def submit(envelopes: Any) -> Any:
+        if away[0]:
+            raise EngineUnavailable("away")
+        return await real(envelopes)
+
+    monkeypatch.setattr(app.engine, "submit", submit)
+
+    async def tried_often() -> bool:
+        event = await only_event(app)
+        assert event.status in (Status.NEW, Status.RETRYING)
+        return event.attempt_count >= 3
+
+    async with at_work(app):
+        await until(tried_often)
+        away[0] = False
+        assert await job.result(timeout=20) == 42
+
+
+async def test_what_is_no_job_is_dead(app: Holdfast) -> None:
+    async with transaction(app) as connection:
+        job = await double(app).options(connection=connection).submit(21)
+        statement = 'UPDATE outbox_events SET payload = \'{"task": ""}\''
+        await connection.execute(statement)
+    async with at_work(app):
+        with pytest.raises(JobFailed, match="OUTBOX_DEAD"):
+            await job.result(timeout=20)
+    assert (await only_event(app)).status is Status.DEAD
+
+
+async def test_a_program_in_another_language(app: Holdfast) -> None:
+    async with transaction(app) as connection:
+        lite = app.settings.ledger is None
+        now = "unixepoch() * 1000" if lite else "now()"
+        payload = '{"task": "double", "payload": {"number": 5}}'
+        await connection.execute(
+            "INSERT INTO outbox_events (id, destination, topic, lane, payload, created_at) VALUES "
+            f"('from-elsewhere', 'holdfast', 'mail', 7, '{payload}', {now})"
+        )
+    async with at_work(app):
+        await until(lambda: is_there(app, "mail", "from-elsewhere"))
+        assert await app.job("from-elsewhere", "mail").result(timeout=20) == 10
+
+
+async def test_inline_mode_runs_it_at_once(app: Holdfast) -> None:
+    with inline(app):
+        job = await double(app).options(connection=object()).submit(4)
+        assert await job.result() == 8
+
+
+def test_submit_sync(tmp_path: Path) -> None:
+    path = tmp_path / "app.db"
+    app = Holdfast(f"sqlite:///{path}")
+
+    @app.task
+    def triple(number: int) -> int:
+        return number * 3
+
+    async def prepare() -> None:
+        async with app:
+            assert app.outbox_port is not None
+            await app.outbox_port.open()
+
+    asyncio.run(prepare())
+    with closing(sqlite3.connect(path)) as connection:
+        lost = triple.options(connection=connection).submit_sync(1)
+        connection.rollback()
+        job = triple.options(connection=connection).submit_sync(2)
+        connection.commit()
+    with pytest.raises(UnknownJob):
+        lost.result_sync(timeout=1)
+
+    async def hand_in() -> None:
+        async with app:
+            assert app.outbox_port is not None
+            relay = Relaying(app, app.outbox_port)
+            running = asyncio.create_task(relay.run())
+            await until(lambda: is_there(app, "default", job.id))
+            relay.stop()
+            await running
+            await drain(app, ["default"])
+
+    asyncio.run(hand_in())
+    assert job.result_sync(timeout=10) == 6
+    asyncio.run(app.close())
+
+
+def test_an_envelope_comes_back_as_it_was() -> None:
+    envelope = Envelope(
+        job_id="j",
+        task="t",
+        payload='{"a":  "ü", "b":1.10}'.encode(),
+        queue="q",
+        tenant_id="acme",
+        idempotency_key="k",
+        trace_id="x",
+        meta=Meta(priority=Priority.HIGH, cleared="hash"),
+        run_at_ms=5,
+        hold=True,
+    )
+    row = row_of(envelope)
+    assert row.lane == lane_of(HOLDFAST, "q", None, "j")
+    event = OutboxEvent(
+        tenant_id=row.tenant_id,
+        id=row.id,
+        destination=row.destination,
+        topic=row.topic,
+        key="",
+        payload=row.payload,
+        headers={},
+        status=Status.NEW,
+        attempt_count=0,
+        next_retry_at_ms=None,
+        last_error="",
+        created_at_ms=0,
+        sent_at_ms=None,
+        position=1,
+    )
+    assert envelope_of(event) == envelope
+    for broken in ("", "[]", '{"task":"t"}', '{"task":"t","payload":1}', '{"task":"a b","payload":{}}'):
+        with pytest.raises(InvalidPayload):
+            envelope_of(msgspec.structs.replace(event, payload=broken))
+    with pytest.raises(InvalidPayload):
+        envelope_of(msgspec.structs.replace(event, id="a{b}"))

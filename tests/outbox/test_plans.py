@@ -1,0 +1,87 @@
+"""However many events wait behind one that is retried, PostgreSQL reads few rows to find what is due."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from holdfast.ledger.acts.outbox import STEPS, WINDOW, window_for
+from holdfast.ledger.ledgers import PostgresLedger
+from holdfast.ledger.outbox_store import lane_of
+from holdfast.ledger.postgres import outbox_statements as sql
+from holdfast.ledger.postgres.store import PostgresStore
+
+pytestmark = pytest.mark.postgres
+
+BEHIND: Final = 100_000
+LANE: Final = lane_of("kafka", "orders", "stuck", "")
+#: Another key of the same lane.
+NEIGHBOUR: Final = next(
+    key for key in (f"k{number}" for number in range(10_000)) if lane_of("kafka", "orders", key, "") == LANE
+)
+_COLUMNS: Final = "tenant_id, id, destination, topic, key, lane, payload, status, next_retry_at, created_at"
+_FILL: Final = f"""
+INSERT INTO outbox_events ({_COLUMNS})
+VALUES ('default', 'head', 'kafka', 'orders', 'stuck', {LANE}, '{{}}', 'RETRYING', now() + interval '1 hour', now());
+INSERT INTO outbox_events ({_COLUMNS})
+SELECT 'default', 'b' || n, 'kafka', 'orders', 'stuck', {LANE}, '{{}}', 'NEW', NULL, now()
+  FROM generate_series(1, {BEHIND}) n;
+INSERT INTO outbox_events ({_COLUMNS})
+SELECT 'default', 'n' || n, 'kafka', 'orders', '{NEIGHBOUR}', {LANE}, '{{}}', 'NEW', NULL, now()
+  FROM generate_series(1, 20) n;
+"""
+
+
+@pytest.fixture
+async def ledger(postgres_url: str) -> AsyncIterator[PostgresLedger]:
+    """Never analysed: so are tables into which a backlog pours."""
+    ledger = PostgresLedger(PostgresStore(postgres_url))
+    await ledger.store.execute(_FILL)
+    yield ledger
+    await ledger.close()
+
+
+async def rows_read(ledger: PostgresLedger, statement: str, *arguments: Any) -> int:
+    """The most rows that a part of its plan went through."""
+    (row,) = await ledger.store.fetch(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", *arguments)
+    (plan,) = msgspec.json.decode(row[0])
+    return max(_rows(plan["Plan"]))
+
+
+def _rows(node: dict[str, Any]) -> Iterator[int]:
+    filtered = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Join Filter", 0)
+    yield (node["Actual Rows"] + filtered) * node["Actual Loops"]
+    for child in node.get("Plans", ()):
+        yield from _rows(child)
+
+
+async def test_what_is_behind_a_line_that_waits_is_found_in_few_steps(ledger: PostgresLedger) -> None:
+    outbox = ledger.outbox
+    assert await outbox.take_lanes("me", ["kafka"], 64, 60_000) == [LANE]
+    events = await outbox.due("me", [LANE], ["kafka"], 100, dead_blocks=True)
+    assert [event.id for event in events] == [f"n{number}" for number in range(1, 21)]
+    few = 2_000
+    lease = timedelta(seconds=60)
+    assert await rows_read(ledger, sql.TAKE, "me", ["kafka"], lease, True, WINDOW, 64, []) < few
+    window = window_for(100, 1)
+    assert await rows_read(ledger, sql.DUE, "me", [LANE], ["kafka"], 100, True, window) < few
+    begin = ([LANE], [""], [""], [""])
+    assert await rows_read(ledger, sql.WALK, *begin, STEPS, ["kafka"], True, 100, 100) < few
+    assert await rows_read(ledger, sql.WALK_LANES, *begin, STEPS, ["kafka"], True, 1, STEPS) < few
+
+
+async def test_once_the_head_is_sent_the_line_moves(ledger: PostgresLedger) -> None:
+    await ledger.store.execute("UPDATE outbox_events SET next_retry_at = now() WHERE id = 'head'")
+    outbox = ledger.outbox
+    lanes = await outbox.take_lanes("me", ["kafka"], 64, 60_000)
+    first = await outbox.due("me", lanes, ["kafka"], 10, dead_blocks=True)
+    assert first[0].id == "head"
+    await ledger.store.execute(
+        "UPDATE outbox_events SET status = 'SENT', sent_at = now(), next_retry_at = NULL WHERE id = 'head'"
+    )
+    second = await outbox.due("me", lanes, ["kafka"], 10, dead_blocks=True)
+    assert [event.id for event in second] == [f"b{number}" for number in range(1, 11)]

@@ -1,0 +1,318 @@
+"""Events are part of the user's transaction, on every driver: there after the commit, never after a rollback."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import aiosqlite
+import asyncpg
+import msgspec
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session
+
+from holdfast import Holdfast
+from holdfast.errors import Conflict, InvalidOption, InvalidPayload, PayloadTooLarge, UsageError
+from holdfast.ledger.outbox_store import HOLDFAST, LANES, OutboxEvent, Status, lane_of
+from holdfast.outbox.writing import Event, payload_of
+from tests.outbox.support import World
+
+_OWN = "CREATE TABLE own (word TEXT)"
+
+
+@pytest.fixture
+async def world(make_world: Callable[..., Any]) -> AsyncIterator[World]:
+    """With a table of the user's own beside the outbox."""
+    world: World = await make_world()
+    await world.store()
+    if world.url.startswith("sqlite:"):
+        with closing(sqlite3.connect(path_of(world.url))) as connection:
+            connection.execute(_OWN)
+        yield world
+    else:
+        admin = await asyncpg.connect(world.url)
+        await admin.execute(_OWN)
+        yield world
+        await admin.execute("DROP TABLE own")
+        await admin.close()
+
+
+def path_of(url: str) -> str:
+    return url.removeprefix("sqlite:///")
+
+
+def sqlalchemy_url(url: str, *, sync: bool = False) -> str:
+    if url.startswith("sqlite:"):
+        return url if sync else url.replace("sqlite:", "sqlite+aiosqlite:", 1)
+    return url.replace("postgresql:", "postgresql+asyncpg:", 1)
+
+
+# A way to write on each driver: begins a transaction, gives the connection and how to run SQL on it, commits or not.
+
+
+@asynccontextmanager
+async def on_async_connection(url: str, commit: bool) -> AsyncIterator[tuple[Any, Any]]:
+    engine = create_async_engine(sqlalchemy_url(url))
+    async with engine.connect() as connection:
+        yield connection, lambda sql: connection.execute(text(sql))
+        await (connection.commit() if commit else connection.rollback())
+    await engine.dispose()
+
+
+@asynccontextmanager
+async def on_async_session(url: str, commit: bool) -> AsyncIterator[tuple[Any, Any]]:
+    engine = create_async_engine(sqlalchemy_url(url))
+    async with AsyncSession(engine) as session:
+        yield session, lambda sql: session.execute(text(sql))
+        await (session.commit() if commit else session.rollback())
+    await engine.dispose()
+
+
+@asynccontextmanager
+async def on_scoped_session(url: str, commit: bool) -> AsyncIterator[tuple[Any, Any]]:
+    engine = create_async_engine(sqlalchemy_url(url))
+    session = async_scoped_session(async_sessionmaker(engine), scopefunc=lambda: 1)
+    yield session, lambda sql: session.execute(text(sql))
+    await (session.commit() if commit else session.rollback())
+    await session.remove()
+    await engine.dispose()
+
+
+@asynccontextmanager
+async def on_asyncpg(url: str, commit: bool) -> AsyncIterator[tuple[Any, Any]]:
+    connection = await asyncpg.connect(url)
+    transaction = connection.transaction()
+    await transaction.start()
+    yield connection, connection.execute
+    await (transaction.commit() if commit else transaction.rollback())
+    await connection.close()
+
+
+@asynccontextmanager
+async def on_asyncpg_pool(url: str, commit: bool) -> AsyncIterator[tuple[Any, Any]]:
+    async with asyncpg.create_pool(url, min_size=1, max_size=1) as pool, pool.acquire() as connection:
+        transaction = connection.transaction()
+        await transaction.start()
+        yield connection, connection.execute
+        await (transaction.commit() if commit else transaction.rollback())
+
+
+@asynccontextmanager
+async def on_aiosqlite(url: str, commit: bool) -> AsyncIterator[tuple[Any, Any]]:
+    async with aiosqlite.connect(path_of(url)) as connection:
+        yield connection, connection.execute
+        await (connection.commit() if commit else connection.rollback())
+
+
+BOTH = [on_async_connection, on_async_session, on_scoped_session]
+WAYS = {"postgres": [*BOTH, on_asyncpg, on_asyncpg_pool], "sqlite": [*BOTH, on_aiosqlite]}
+
+
+def ways(world: World) -> list[Any]:
+    return WAYS["sqlite" if world.url.startswith("sqlite:") else "postgres"]
+
+
+async def own_words(world: World) -> list[str]:
+    if world.url.startswith("sqlite:"):
+        with closing(sqlite3.connect(path_of(world.url))) as file:
+            return [row[0] for row in file.execute("SELECT word FROM own")]
+    connection = await asyncpg.connect(world.url)
+    try:
+        return [row[0] for row in await connection.fetch("SELECT word FROM own")]
+    finally:
+        await connection.close()
+
+
+async def test_a_commit_leaves_exactly_one(world: World) -> None:
+    for number, way in enumerate(ways(world)):
+        async with way(world.url, True) as (connection, execute):
+            await execute(f"INSERT INTO own VALUES ('{number}')")
+            written = await world.app.outbox.add(
+                connection, "orders", key=f"o-{number}", payload={"n": number}, headers={"X-Event-Name": "order.paid"}
+            )
+        found = await world.events(key=f"o-{number}")
+        assert [event.id for event in found] == [written], way.__name__
+        (event,) = found
+        assert (event.destination, event.topic, event.tenant_id, event.status) == (
+            "default",
+            "orders",
+            "default",
+            Status.NEW,
+        )
+        assert msgspec.json.decode(event.payload) == {"n": number}
+        assert event.headers == {"x-event-name": "order.paid"}
+        now_ms = await (await world.store()).now_ms()
+        assert abs(now_ms - event.created_at_ms) < 10_000
+    assert await own_words(world) == [str(number) for number in range(len(ways(world)))]
+
+
+async def test_a_rollback_leaves_nothing(world: World) -> None:
+    for way in ways(world):
+        async with way(world.url, False) as (connection, execute):
+            await execute("INSERT INTO own VALUES ('x')")
+            await world.app.outbox.add(connection, "orders", key="o", payload=1)
+    assert await world.events() == []
+    assert await own_words(world) == []
+
+
+async def test_many_are_written_in_order(world: World) -> None:
+    for number, way in enumerate(ways(world)):
+        async with way(world.url, True) as (connection, _):
+            events = [Event(topic=f"t{number}", key="k", payload=each) for each in range(120)]
+            ids = await world.app.outbox.add_many(connection, events)
+            assert await world.app.outbox.add_many(connection, []) == []
+        found = await world.events(topic=f"t{number}")
+        assert [event.id for event in found] == ids
+        assert [msgspec.json.decode(event.payload) for event in found] == list(range(120))
+
+
+@pytest.mark.parametrize("commit", [True, False])
+async def test_sqlite3(tmp_path: Path, commit: bool) -> None:
+    async with Holdfast(f"sqlite:///{tmp_path / 'app.db'}") as app:
+        with closing(sqlite3.connect(tmp_path / "app.db")) as connection:
+            connection.execute(_OWN)
+            connection.execute("INSERT INTO own VALUES ('x')")
+            app.outbox.add_sync(connection, "orders", payload={"n": 1})
+            app.outbox.add_many_sync(connection, [Event(topic="orders", payload=n) for n in (2, 3)])
+            assert connection.in_transaction
+            connection.commit() if commit else connection.rollback()
+        assert await waiting(app) == (3 if commit else 0)
+
+
+@pytest.mark.parametrize("commit", [True, False])
+@pytest.mark.parametrize("kind", ["connection", "session"])
+async def test_blocking_sqlalchemy(tmp_path: Path, commit: bool, kind: str) -> None:
+    async with Holdfast(f"sqlite:///{tmp_path / 'app.db'}") as app:
+        await waiting(app)
+        engine = create_engine(f"sqlite:///{tmp_path / 'app.db'}")
+        with Session(engine) if kind == "session" else engine.connect() as connection:
+            app.outbox.add_sync(connection, "orders", payload={"n": 1})
+            connection.commit() if commit else connection.rollback()
+        engine.dispose()
+        assert await waiting(app) == int(commit)
+
+
+async def waiting(app: Holdfast) -> int:
+    assert app.outbox_port is not None
+    return (await (await app.outbox_port.open()).backlog()).waiting
+
+
+async def test_bytes_come_back_as_they_were(world: World) -> None:
+    raw = bytes(range(256))
+    async with ways(world)[-1](world.url, True) as (connection, _):
+        await world.app.outbox.add(connection, "files", payload=raw)
+    (event,) = await world.events()
+    assert payload_of(event) == (raw, False)
+
+
+async def test_an_id_of_ones_own_is_there_once(world: World) -> None:
+    for number, way in enumerate(ways(world)):
+        async with way(world.url, True) as (connection, _):
+            assert await world.app.outbox.add(connection, "t", payload=1, event_id=f"e{number}") == f"e{number}"
+        async with way(world.url, False) as (connection, _):
+            with pytest.raises(Conflict, match="in the outbox already"):
+                await world.app.outbox.add(connection, "t", payload=1, event_id=f"e{number}")
+    assert len(await world.events()) == len(ways(world))
+
+
+async def test_tenants_do_not_share_ids(world: World) -> None:
+    async with ways(world)[-1](world.url, True) as (connection, _):
+        for tenant in ("acme", "globex"):
+            await world.app.outbox.add(connection, "t", payload=1, event_id="e", tenant_id=tenant)
+    assert [event.tenant_id for event in await world.events()] == ["acme", "globex"]
+
+
+async def test_a_missing_table_says_how_to_make_it(empty_postgres_url: str, tmp_path: Path, world: World) -> None:
+    empty = f"sqlite:///{tmp_path / 'empty.db'}"
+    for url, kinds in ((empty_postgres_url, WAYS["postgres"]), (empty, WAYS["sqlite"])):
+        for way in kinds:
+            async with way(url, False) as (connection, _):
+                with pytest.raises(UsageError, match="holdfast migrate up --ledger"):
+                    await world.app.outbox.add(connection, "t", payload=1)
+
+
+async def test_an_unknown_connection_is_told_the_known_ones(world: World, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"AsyncConnection.*asyncpg.*aiosqlite.*builtins\.dict"):
+        await world.app.outbox.add({}, "t", payload=1)
+    with pytest.raises(UsageError, match=r"sqlite3.*builtins\.dict"):
+        world.app.outbox.add_sync({}, "t", payload=1)
+    with closing(sqlite3.connect(tmp_path / "x.db")) as blocking, pytest.raises(UsageError, match="add_sync"):
+        await world.app.outbox.add(blocking, "t", payload=1)
+    async with aiosqlite.connect(tmp_path / "x.db") as connection:
+        with pytest.raises(UsageError, match="use add,"):
+            world.app.outbox.add_sync(connection, "t", payload=1)
+    engine = create_async_engine("sqlite+aiosqlite://")
+    with pytest.raises(UsageError, match="in a transaction"):
+        await world.app.outbox.add(engine, "t", payload=1)
+    await engine.dispose()
+
+
+async def test_what_would_commit_by_itself_is_refused(postgres_url: str, tmp_path: Path, world: World) -> None:
+    outbox = world.app.outbox
+    connection = await asyncpg.connect(postgres_url)
+    with pytest.raises(UsageError, match="in no transaction"):
+        await outbox.add(connection, "t", payload=1)
+    await connection.close()
+    async with aiosqlite.connect(tmp_path / "x.db", isolation_level=None) as lite:
+        with pytest.raises(UsageError, match="in no transaction"):
+            await outbox.add(lite, "t", payload=1)
+    engine = create_async_engine(sqlalchemy_url(postgres_url), isolation_level="AUTOCOMMIT")
+    async with engine.connect() as auto:
+        with pytest.raises(UsageError, match="AUTOCOMMIT"):
+            await outbox.add(auto, "t", payload=1)
+    async with AsyncSession(engine) as session:
+        with pytest.raises(UsageError, match="AUTOCOMMIT"):
+            await outbox.add(session, "t", payload=1)
+    await engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"topic": ""}, "topic"),
+        ({"topic": "a\nb"}, "control"),
+        ({"topic": "x" * 256}, "255"),
+        ({"key": "\ud800"}, "control"),
+        ({"key": "k" * 1_001}, "1000"),
+        ({"destination": HOLDFAST}, "options"),
+        ({"tenant_id": ""}, "tenant_id"),
+        ({"event_id": ""}, "event_id"),
+        ({"headers": {"a": "b\r\nc"}}, "control"),
+        ({"headers": {"a": 1}}, "text"),
+        ({"headers": {"X-Dedup-Key": "1"}}, "event_id"),
+        ({"headers": {"a": "x" * 70_000}}, "65,536"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], error: str) -> None:
+    with closing(sqlite3.connect(":memory:")) as connection, pytest.raises(InvalidOption, match=error):
+        app().outbox.add_sync(connection, **{"topic": "t", "payload": 1, **given})
+
+
+def app(**settings: Any) -> Holdfast:
+    return Holdfast("sqlite://", **settings)
+
+
+def test_a_payload_over_the_limit_and_one_that_is_no_json() -> None:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        small = app(payload_limit=10).outbox
+        for payload in ("x" * 20, b"x" * 20):
+            with pytest.raises(PayloadTooLarge):
+                small.add_sync(connection, "t", payload=payload)
+        with pytest.raises(InvalidPayload):
+            small.add_sync(connection, "t", payload=object())
+
+
+def test_lanes() -> None:
+    lanes = {lane_of("d", "t", f"k{number}", "") for number in range(2_000)}
+    assert lanes == set(range(LANES))
+    assert lane_of("d", "t", "k", "one") == lane_of("d", "t", "k", "two")
+    assert {lane_of("d", "t", None, f"e{number}") for number in range(2_000)} == set(range(LANES))
+
+
+def test_events_are_rows() -> None:
+    assert {"tenant_id", "id", "key", "payload", "headers"} <= set(OutboxEvent.__struct_fields__)

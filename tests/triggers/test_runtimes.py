@@ -1,0 +1,423 @@
+"""Who acts on messages: tasks on both engines, callables, runtimes over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from holdfast import AskPeople, Deny, Fatal, Holdfast
+from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, PayloadTooLarge, UnknownTask
+from holdfast.ledger.trigger_book import Status
+from holdfast.testing import drain
+from holdfast.triggers.callables import CallableRuntime
+from holdfast.triggers.dedup import MemoryDedup
+from holdfast.triggers.http_runtime import HttpRuntime, RuntimeFailed
+from holdfast.triggers.runtime import Call
+from holdfast.triggers.tasks import TaskRuntime
+from holdfast.triggers.trigger import TriggerState
+from tests.triggers.rig import Rig, until
+
+_W3C = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+def _call(message: Any = None, message_json: bytes | None = None, **given: Any) -> Call:
+    context = {"message": message, "headers": {}, "source": "q", "message_id": "m", "received_at": "now"}
+    defaults: dict[str, Any] = {"event_name": "e", "focus": None, "tenant_id": "default", "trace_id": "t"}
+    return Call(context=context, message_json=message_json, **(defaults | given))
+
+
+@pytest.fixture
+async def app(engine_url: str, namespace: str) -> AsyncIterator[Holdfast]:
+    app = Holdfast(engine_url, namespace=namespace)
+    async with app:
+        yield app
+
+
+class Order(BaseModel):
+    number: int
+
+
+# Tasks ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_message_becomes_a_job(app: Holdfast) -> None:
+    seen: list[Any] = []
+
+    @app.task
+    async def handle(
+        message: dict[str, int], headers: dict[str, str], source: str, message_id: str, received_at: str,
+        event_name: str, focus: str | None,
+    ) -> None:  # fmt: skip
+        seen.append((message, headers, source, message_id, received_at, event_name, focus))
+
+    rig = Rig(TaskRuntime(app, "handle"), focus="billing")
+    message_id = rig.broker.write(
+        "orders",
+        b'{"n": 1}',
+        {"x-event-name": "paid", "x-tenant-id": "acme", "traceparent": _W3C, "x-dedup-key": "k"},
+    )
+    await rig.run(1)
+    (row,) = rig.rows
+    assert (row.status, row.tenant_id, row.trace_id) == ("success", "acme", _W3C.split("-")[1])
+    view = await (await app.desk()).get("default", row.agent_run_id)
+    assert view is not None
+    assert (view.tenant_id, view.trace_id, view.task) == ("acme", row.trace_id, "handle")
+    assert (view.meta.traceparent, view.meta.key_window_ms) == (_W3C, 3_600_000)
+    assert (view.idempotency_key, view.meta.submitted_by) == ("orders:workers:k", "trigger:orders")
+    await drain(app)
+    ((message, headers, source, identity, received_at, event_name, focus),) = seen
+    assert (message, headers["x-event-name"], source, identity) == ({"n": 1}, "paid", "orders", message_id)
+    assert (event_name, focus) == ("paid", "billing")
+    assert received_at.endswith("+00:00")
+
+
+async def test_duplicates_are_one_job_and_all_acknowledged(app: Holdfast) -> None:
+    ran: list[int] = []
+
+    @app.task
+    async def handle(message: int) -> None:
+        ran.append(message)
+
+    rig = Rig(TaskRuntime(app, "handle"), concurrency=8)
+    for number in range(40):
+        rig.write(number % 4, dedup_key=str(number % 4))
+    await rig.run(40)
+    await drain(app)
+    assert sorted(ran) == [0, 1, 2, 3]
+    assert rig.adapter.words == ["ack"] * 40
+    assert (rig.counts.dedup_hits, rig.counts.consumed[Status.SUCCESS]) == (36, 4)
+
+
+async def test_tenants_and_groups_have_keys_of_their_own(app: Holdfast) -> None:
+    ran: list[str] = []
+
+    @app.task
+    async def handle(event_name: str) -> None:
+        ran.append(event_name)
+
+    first = Rig(TaskRuntime(app, "handle"), broker="fan-out", consumer_group="billing")
+    second = Rig(TaskRuntime(app, "handle"), broker="fan-out", consumer_group="shipping")
+    first.write(1, event_name="a", tenant_id="acme", dedup_key="k")
+    first.write(1, event_name="b", tenant_id="zeta", dedup_key="k")
+    await first.run(2)
+    await second.run(2)
+    await drain(app)
+    assert sorted(ran) == ["a", "a", "b", "b"]
+
+
+async def test_without_dedup_every_delivery_is_a_job(app: Holdfast) -> None:
+    ran: list[int] = []
+
+    @app.task
+    async def handle(message: int) -> None:
+        ran.append(message)
+
+    rig = Rig(TaskRuntime(app, "handle"), enable_dedup=False)
+    for _ in range(3):
+        rig.write(1, dedup_key="k")
+    await rig.run(3)
+    await drain(app)
+    assert ran == [1, 1, 1]
+
+
+async def test_a_denied_job_goes_by_the_policy(app: Holdfast) -> None:
+    @app.task
+    async def pay(message: dict[str, int]) -> None: ...
+
+    app.guard.rule("budget", when=lambda arguments: arguments["message"]["n"] > 1, then=Deny("too much"))
+    rig = Rig(TaskRuntime(app, "pay"), ack_policy="dlq")
+    rig.write({"n": 1})
+    rig.write({"n": 2})
+    await rig.run(2)
+    (letter,) = rig.dead
+    assert "too much (policy budget)" in letter.headers["x-dead-reason"]
+    assert sorted(row.status for row in rig.rows) == ["rejected", "success"]
+
+
+async def test_people_can_be_asked_about_jobs(tmp_path: Any) -> None:
+    app = Holdfast(f"sqlite:///{tmp_path / 'x.db'}")
+
+    @app.task
+    async def pay(message: int) -> None: ...
+
+    app.guard.rule("budget", then=AskPeople("look at it"))
+    async with app:
+        rig = Rig(TaskRuntime(app, "pay"))
+        rig.write(1)
+        await rig.run(1)
+        view = await (await app.desk()).get("default", rig.rows[0].agent_run_id)
+        assert view is not None
+        assert view.state == "waiting_approval"
+        assert rig.rows[0].status == "success"
+
+
+@pytest.mark.faults
+async def test_the_engine_being_away_holds(make_redis: Any, namespace: str) -> None:
+    server = make_redis()
+    app = Holdfast(server.url, namespace=namespace)
+
+    @app.task
+    async def handle(message: int) -> None: ...
+
+    async with app:
+        rig = Rig(TaskRuntime(app, "handle"), max_retries=0, sleep=asyncio.sleep, concurrency=4)
+        async with rig.trigger:
+            rig.write(1)
+            await rig.off(1)
+            server.kill()
+            for number in range(4):
+                rig.write(number)
+            await until(lambda: rig.trigger.state is TriggerState.HOLDING, "holding")
+            assert not rig.trigger.ready
+            assert rig.adapter.words == ["ack"]
+            server.start()
+            await rig.off(5)
+            await until(lambda: rig.trigger.ready, "ready")
+        assert not rig.dead
+        assert {row.status for row in rig.rows} == {Status.SUCCESS}
+
+
+async def test_what_a_task_gets() -> None:
+    app = Holdfast("sqlite://:memory:")
+    seen: dict[str, bytes] = {}
+
+    class Desk:
+        async def submit(self, envelope: Any) -> Any:
+            seen[envelope.task] = envelope.payload
+            return type("Receipt", (), {"job_id": "j", "duplicate": False})
+
+    app.inline_desk = Desk()  # type: ignore[assignment]
+
+    @app.task
+    def by_name(message_id: str, message: Any, extra: int = 1) -> None: ...
+
+    @app.task
+    def one(order: Order) -> None: ...
+
+    @app.task
+    def several(number: int, note: str = "") -> None: ...
+
+    @app.task
+    def nothing() -> None: ...
+
+    @app.task
+    def impossible(message: Any, other: int) -> None: ...
+
+    big = b'{"number": 123456789012345678901234567890}'
+    call = _call({"number": 1}, b'{"number": 1}')
+    for name in ("by_name", "one", "several"):
+        await TaskRuntime(app, name).act(call)
+    assert json.loads(seen["by_name"]) == {"message_id": "m", "message": {"number": 1}}
+    assert json.loads(seen["one"]) == {"order": {"number": 1}}
+    assert seen["several"] == b'{"number": 1}'
+    await TaskRuntime(app, "by_name").act(_call(None, big))
+    assert b"123456789012345678901234567890" in seen["by_name"]
+    await TaskRuntime(app).act(_call(b"\x00\xff", event_name="by_name"))
+    assert json.loads(seen["by_name"])["message"] == "AP8="
+    with pytest.raises(InvalidOption, match="'other' that no message can fill"):
+        TaskRuntime(app, "impossible")
+    with pytest.raises(UnknownTask):
+        TaskRuntime(app, "nobody")
+    with pytest.raises(UnknownTask):
+        await TaskRuntime(app).act(call)
+    with pytest.raises(InvalidPayload):
+        await TaskRuntime(app, "one").act(_call("x", b'"x"'))
+    for odd in (_call([1, "x"], b'[1, "x"]'), _call("x")):
+        with pytest.raises(InvalidPayload, match="must be JSON objects"):
+            await TaskRuntime(app, "several").act(odd)
+    large = json.dumps({"number": 1, "note": "x" * 2_000_000}).encode()
+    with pytest.raises(PayloadTooLarge):
+        await TaskRuntime(app, "several").act(_call({}, large))
+    assert await TaskRuntime(app, "one").trigger_event("e", call.context, None, "default") == "j"
+
+
+async def test_an_app_without_tasks_passes_all_of_it_on() -> None:
+    app = Holdfast("sqlite://:memory:")
+    seen: list[Any] = []
+
+    class Desk:
+        async def submit(self, envelope: Any) -> Any:
+            seen.append(json.loads(envelope.payload))
+            return type("Receipt", (), {"job_id": "j", "duplicate": False})
+
+    app.inline_desk = Desk()  # type: ignore[assignment]
+    await TaskRuntime(app).act(_call(1, b"1"))
+    assert seen[0].keys() == {"event_name", "message", "headers", "source", "message_id", "received_at", "focus"}
+
+
+async def test_an_app_that_is_closed_holds(app: Holdfast) -> None:
+    @app.task
+    async def handle(message: int) -> None: ...
+
+    runtime = TaskRuntime(app, "handle")
+
+    class Closed:
+        async def submit(self, envelope: Any) -> Any:
+            raise asyncio.CancelledError
+
+    app.inline_desk = Closed()  # type: ignore[assignment]
+    with pytest.raises(EngineUnavailable, match="was closed"):
+        await runtime.act(_call(1, b"1"))
+
+
+async def test_an_unknown_event_fails_for_good(app: Holdfast) -> None:
+    @app.task
+    async def known(message: int) -> None: ...
+
+    rig = Rig(TaskRuntime(app), ack_policy="dlq")
+    rig.write(1, event_name="known")
+    rig.write(1, event_name="unknown")
+    await rig.run(2)
+    assert "no task named 'unknown'" in rig.dead[0].headers["x-dead-reason"]
+    assert not rig.slept
+
+
+# Callables -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Answer:
+    given: Any
+    run_id: str
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [_Answer("r-1", "r-1"), _Answer({"run_id": "r"}, "r"), _Answer({"id": 7}, "7"), _Answer(None, ""), _Answer([], "")],
+)
+async def test_callables(answer: _Answer) -> None:
+    where: list[str] = []
+
+    def plain(event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str) -> Any:
+        where.append(threading.current_thread().name)
+        return answer.given
+
+    async def on_loop(event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str) -> Any:
+        where.append(threading.current_thread().name)
+        return answer.given
+
+    assert (await CallableRuntime(plain).act(_call(1))).run_id == answer.run_id
+    assert (await CallableRuntime(on_loop).act(_call(1))).run_id == answer.run_id
+    assert where[0] != where[1] == threading.current_thread().name
+
+
+async def test_a_callable_gets_bytes_as_they_are() -> None:
+    seen: list[Any] = []
+
+    async def act(event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str) -> None:
+        seen.append(context["message"])
+
+    rig = Rig(CallableRuntime(act), parser_type="binary")
+    rig.write(b"\x00\xff")
+    await rig.run(1)
+    assert seen == [b"\x00\xff"]
+    with pytest.raises(InvalidOption, match="must be a function"):
+        CallableRuntime("nope")  # type: ignore[arg-type]
+
+
+# HTTP ----------------------------------------------------------------------------------------------------
+
+
+class _Agent:
+    """A runtime on a real socket that answers as it is told."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[dict[str, str], Any]] = []
+        self.answers: list[tuple[int, bytes]] = []
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.decode().split("\r\n")
+                headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+                body = await reader.readexactly(int(headers["content-length"]))
+                self.requests.append((headers, json.loads(body)))
+                status, answer = self.answers.pop(0) if self.answers else (200, b'{"run_id": "r-1"}')
+                writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
+                await writer.drain()
+        except asyncio.IncompleteReadError:
+            return
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def _agent() -> AsyncIterator[_Agent]:
+    agent = _Agent()
+    server = await asyncio.start_server(agent.serve, "127.0.0.1", 0)
+    agent.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/events"
+    try:
+        yield agent
+    finally:
+        server.close()
+
+
+async def test_over_http() -> None:
+    async with _agent() as agent:
+        runtime = HttpRuntime(agent.url, token="tok-1")
+        rig = Rig(runtime, focus="billing")
+        rig.write({"n": 1}, event_name="paid", tenant_id="acme", dedup_key="k-1")
+        await rig.run(1)
+        await runtime.close()
+    ((headers, body),) = agent.requests
+    assert headers["idempotency-key"] == "orders:workers:k-1"
+    assert headers["authorization"] == "bearer tok-1"
+    assert (body["event_name"], body["focus"], body["tenant_id"]) == ("paid", "billing", "acme")
+    assert body["context"]["message"] == {"n": 1}
+    assert (rig.rows[0].agent_run_id, rig.rows[0].status) == ("r-1", "success")
+    assert "tok-1" not in repr(runtime)
+
+
+async def test_http_answers() -> None:
+    async with _agent() as agent:
+        runtime = HttpRuntime(agent.url)
+        for status in (400, 401, 404, 409, 422, 301):
+            agent.answers.append((status, b""))
+            with pytest.raises(Fatal, match=f"answered {status}"):
+                await runtime.act(_call(1))
+        for status in (408, 429, 500, 503):
+            agent.answers.append((status, b""))
+            with pytest.raises(RuntimeFailed, match=f"answered {status}"):
+                await runtime.act(_call(1))
+        for answer, run_id in ((b'{"id": 5}', "5"), (b"", ""), (b"no json", ""), (b"[]", "")):
+            agent.answers.append((201, answer))
+            assert (await runtime.act(_call(1))).run_id == run_id
+        await runtime.act(_call(1, key="ü" * 400, traceparent=_W3C))
+        assert agent.requests[-1][0]["idempotency-key"].startswith("sha256-")
+        assert agent.requests[-1][0]["traceparent"] == _W3C
+        assert await runtime.trigger_event("e", _call(b"\xff").context, None, "default") == "r-1"
+        assert agent.requests[-1][1]["context"]["message"] == "/w=="
+        await runtime.close()
+
+
+async def test_http_is_tried_again_then_a_dead_letter() -> None:
+    async with _agent() as agent:
+        agent.answers = [(503, b""), (500, b"")]
+        runtime = HttpRuntime(agent.url)
+        rig = Rig(runtime)
+        rig.write(1)
+        await rig.run(1)
+        assert rig.slept == [1, 2]
+        assert rig.rows[0].retry_count == 2
+        assert len({headers["idempotency-key"] for headers, _ in agent.requests}) == 1
+        await runtime.close()
+    closed = HttpRuntime(agent.url, timeout_s=2)
+    gone = Rig(closed, max_retries=1, dedup=MemoryDedup())
+    gone.write(1)
+    await gone.run(1)
+    await closed.close()
+    assert "does not answer: ConnectError" in gone.dead[0].headers["x-dead-reason"]
+
+
+async def test_an_address_that_is_none() -> None:
+    with pytest.raises(InvalidOption, match="must begin with"):
+        HttpRuntime("ftp://x")

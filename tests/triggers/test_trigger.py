@@ -1,0 +1,651 @@
+"""The life of a trigger and of its messages (requirements T4, T5, T8, A4)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast import AskPeople, Deny, Fatal, Unavailable
+from holdfast.brokers.memory import MemoryBroker
+from holdfast.clock import SystemClock
+from holdfast.errors import BrokerUnavailable, IntakeRefused, InvalidOption, UsageError
+from holdfast.guard.decision import Decision, GuardRequest
+from holdfast.guard.gate import Gate
+from holdfast.guard.guards import Guards
+from holdfast.ledger.trigger_book import Status
+from holdfast.testing import ManualClock
+from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.counts import TriggerCounts
+from holdfast.triggers.records import Records
+from holdfast.triggers.trigger import QueueTrigger, TriggerState
+from tests.triggers.rig import MemoryBook, Recorder, Rig, until
+
+
+def _failing(times: int, error: Exception | None = None) -> Recorder:
+    left = times
+
+    def act(_: Mapping[str, Any]) -> str:
+        nonlocal left
+        if left:
+            left -= 1
+            raise error or RuntimeError("not yet")
+        return "run-1"
+
+    return Recorder(act)
+
+
+def _gate(guards: Guards) -> Gate:
+    return Gate(guards, {}, SystemClock(), None, can_ask=True)
+
+
+def _guarded(decide: Any) -> Gate:
+    guards = Guards(lambda: 5.0)
+    guards(decide)
+    return _gate(guards)
+
+
+# One message ---------------------------------------------------------------------------------------------
+
+
+async def test_a_message_runs_is_acknowledged_and_recorded() -> None:
+    runtime, clock = Recorder(), ManualClock()
+    rig = Rig(runtime, clock=clock, focus="billing")
+    message_id = rig.write({"n": 1}, event_name="order.paid", tenant_id="acme")
+    await rig.run(1)
+    (event_name, context, focus, tenant_id) = runtime.calls[0]
+    assert (event_name, focus, tenant_id) == ("order.paid", "billing", "acme")
+    assert context["message"] == {"n": 1}
+    assert (context["source"], context["message_id"]) == ("orders", message_id)
+    assert rig.adapter.words == ["ack"]
+    (row,) = rig.rows
+    assert (row.status, row.tenant_id, row.event_name, row.agent_run_id) == ("success", "acme", "order.paid", "run-1")
+    assert (row.message_id, row.queue_name, row.trace_id) == (message_id, "orders", f"queue-{message_id}")
+    assert row.started_at_ms == row.completed_at_ms == clock.now_ms()
+    assert (rig.counts.calls, rig.counts.consumed[Status.SUCCESS]) == (1, 1)
+    assert sum(rig.counts.durations.buckets) == sum(rig.counts.delays.buckets) == 1
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"\xff", b'{"a"'])
+@pytest.mark.parametrize("policy", ["ack", "requeue"])
+async def test_unparsable_is_a_dead_letter_and_acknowledged(body: bytes, policy: str) -> None:
+    runtime = Recorder()
+    rig = Rig(runtime, ack_policy=policy)
+    rig.write(body, tenant_id="acme")
+    rig.write(1)
+    await rig.run(2)
+    (letter,) = rig.dead
+    assert letter.body == body
+    assert "cannot be read as JSON" in letter.headers["x-dead-reason"]
+    assert runtime.messages == [1]
+    assert await rig.adapter.lag() == 0
+    assert rig.adapter.told[0][0] == "ack"
+    row = next(row for row in rig.rows if row.status == "unparsable")
+    assert (row.tenant_id, row.trace_id) == ("acme", f"queue-{row.message_id}")
+
+
+async def test_too_large_and_a_tenant_that_cannot_be_are_dead_letters() -> None:
+    runtime = Recorder()
+    rig = Rig(runtime, payload_limit=100)
+    rig.write("x" * 200)
+    rig.write(1, tenant_id="a b")
+    await rig.run(2)
+    reasons = [letter.headers["x-dead-reason"] for letter in rig.dead]
+    assert "the message has 202 bytes" in reasons[0]
+    assert "names a tenant that cannot be" in reasons[1]
+    assert not runtime.calls
+    assert {row.status for row in rig.rows} == {Status.UNPARSABLE}
+
+
+async def test_a_dead_letter_that_cannot_be_written_is_tried_until_it_can() -> None:
+    rig = Rig(Recorder())
+    refused = 0
+
+    def refuse(_: object) -> bool:
+        nonlocal refused
+        refused += 1
+        return refused <= 3
+
+    rig.broker.refuse = refuse
+    rig.write(b"{")
+    async with rig.trigger:
+        await rig.off(1)
+    assert (refused, len(rig.dead), rig.counts.dead_letters) == (4, 1, 1)
+    assert len(rig.slept) == 3
+
+
+async def test_what_is_somebody_elses_by_now_is_dropped() -> None:
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def act(_: Mapping[str, Any]) -> str:
+        begun.set()
+        await go.wait()
+        return ""
+
+    runtime = Recorder(act)
+    rig = Rig(runtime, concurrency=1, enable_dedup=False)
+    rig.write(1)
+    rig.write(2)
+    async with rig.trigger:
+        await begun.wait()
+        rig.broker.lose_connections()
+        go.set()
+        await rig.off(3)
+    assert rig.counts.disowned == 1
+    assert sorted(runtime.messages) == [1, 1, 2]
+
+
+# Retries and policies ------------------------------------------------------------------------------------
+
+
+async def test_retries_follow_base_times_multiplier() -> None:
+    runtime = _failing(3)
+    rig = Rig(runtime, max_retries=3, retry_backoff_base=0.5, retry_backoff_multiplier=3)
+    rig.write(1)
+    await rig.run(1)
+    assert rig.slept == [0.5, 1.5, 4.5]
+    assert (rig.rows[0].status, rig.rows[0].retry_count, len(runtime.calls)) == ("success", 3, 4)
+    assert (rig.counts.calls, rig.counts.retries) == (4, 3)
+
+
+@pytest.mark.parametrize("policy", ["ack", "nack", "requeue", "dlq"])
+async def test_exhausted_is_a_dead_letter_whatever_the_policy(policy: str) -> None:
+    rig = Rig(_failing(99), max_retries=2, ack_policy=policy)
+    rig.write({"n": 1}, event_name="e")
+    await rig.run(1)
+    (letter,) = rig.dead
+    assert rig.adapter.words == ["dlq"]
+    assert letter.headers["x-event-name"] == "e"
+    assert letter.headers["x-dead-reason"] == "given up after 3 tries: RuntimeError: not yet"
+    history = json.loads(letter.headers["x-dead-history"])
+    assert [line.split(" at ")[0] for line in history] == ["try 1", "try 2", "try 3"]
+    assert (rig.rows[0].status, rig.rows[0].retry_count) == ("failed", 2)
+
+
+async def test_a_long_history_is_bounded_and_delays_have_an_end() -> None:
+    rig = Rig(_failing(2_000), max_retries=1_500, retry_backoff_multiplier=10)
+    rig.write(1)
+    await rig.run(1)
+    history = json.loads(rig.dead[0].headers["x-dead-history"])
+    assert len(history) == 25
+    assert history[0].startswith("try 1 ")
+    assert history[-1].startswith("try 1501 ")
+    assert max(rig.slept) == 86_400
+
+
+@pytest.mark.parametrize(("policy", "word"), [("ack", "ack"), ("nack", "nack"), ("requeue", "requeue"), ("dlq", "dlq")])
+async def test_final_failures_go_by_the_policy(policy: str, word: str) -> None:
+    rig = Rig(_failing(1, Fatal("never")), ack_policy=policy)
+    rig.write(1)
+    await rig.run(2 if policy == "requeue" else 1)
+    assert rig.adapter.words[0] == word
+    assert not rig.slept
+    assert (rig.rows[0].status, rig.rows[0].error_message) == ("failed", "never")
+    assert len(rig.dead) == (policy == "dlq")
+
+
+@pytest.mark.parametrize(("policy", "word"), [("ack", "ack"), ("nack", "nack"), ("requeue", "requeue"), ("dlq", "dlq")])
+async def test_denied_messages_go_by_the_policy_and_are_recorded(policy: str, word: str) -> None:
+    asked: list[GuardRequest] = []
+
+    async def budget(request: GuardRequest) -> Decision | None:
+        asked.append(request)
+        return Deny("too much") if len(asked) == 1 else None
+
+    runtime = Recorder()
+    rig = Rig(runtime, gate=_guarded(budget), ack_policy=policy)
+    rig.write({"n": 1}, event_name="pay", tenant_id="acme")
+    await rig.run(2 if policy == "requeue" else 1)
+    assert rig.adapter.words[0] == word
+    assert len(runtime.calls) == (policy == "requeue")
+    row = next(row for row in rig.rows if row.status == "rejected")
+    assert "too much" in row.error_message
+    assert "budget" in row.error_message
+    request = asked[0]
+    assert (request.task, request.tenant_id, request.source, request.queue) == ("pay", "acme", "trigger", "orders")
+    assert request.arguments["message"] == {"n": 1}
+
+
+async def test_a_message_that_is_requeued_again_and_again_is_slowed_down() -> None:
+    async def never(_: GuardRequest) -> Decision | None:
+        return Deny("no")
+
+    rig = Rig(Recorder(), gate=_guarded(never), ack_policy="requeue", retry_backoff_base=1, retry_backoff_multiplier=4)
+    rig.write(1)
+    async with rig.trigger:
+        await rig.off(6)
+    assert rig.slept[:5] == [1, 4, 16, 60, 60]
+    assert len(rig.rows) == 1, "one row for one outcome"
+
+
+async def test_asking_people_is_a_denial_for_what_is_no_job() -> None:
+    async def ask(_: GuardRequest) -> Decision | None:
+        return AskPeople("a lot of money")
+
+    runtime = Recorder()
+    rig = Rig(runtime, gate=_guarded(ask))
+    rig.write(1)
+    await rig.run(1)
+    assert not runtime.calls
+    assert "a lot of money" in rig.rows[0].error_message
+    assert "only for the jobs of a holdfast task" in rig.rows[0].error_message
+
+
+async def test_a_guard_that_fails_is_a_failed_try() -> None:
+    async def broken(_: GuardRequest) -> Decision | None:
+        raise ValueError("oops")
+
+    runtime = Recorder()
+    rig = Rig(runtime, gate=_guarded(broken), max_retries=1)
+    rig.write(1)
+    await rig.run(1)
+    assert not runtime.calls
+    assert "oops" in rig.dead[0].headers["x-dead-reason"]
+
+
+async def test_a_run_that_cancels_itself_is_a_failed_try() -> None:
+    calls = 0
+
+    async def act(_: Mapping[str, Any]) -> str:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise asyncio.CancelledError
+        return ""
+
+    rig = Rig(Recorder(act))
+    rig.write(1)
+    async with rig.trigger:
+        await rig.off(1)
+        assert (await rig.trigger.health()).active_workers == 1
+    assert rig.rows[0].retry_count == 1
+
+
+async def test_guards_are_asked_before_every_try() -> None:
+    asked = 0
+
+    async def count(_: GuardRequest) -> Decision | None:
+        nonlocal asked
+        asked += 1
+        return None
+
+    rig = Rig(_failing(2), gate=_guarded(count))
+    rig.write(1)
+    await rig.run(1)
+    assert asked == 3
+
+
+# Life ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_first_connection_that_fails_is_told_at_once() -> None:
+    rig = Rig(Recorder())
+    rig.broker.down = True
+    with pytest.raises(BrokerUnavailable, match="is down"):
+        await rig.trigger.start()
+    assert rig.trigger.state is TriggerState.STOPPED
+    assert (await rig.trigger.health()).status == "stopped"
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("holdfast")]
+
+
+async def test_stopped_while_it_connects() -> None:
+    rig = Rig(Recorder())
+    connect, go = rig.adapter.connect, asyncio.Event()
+
+    async def slowly() -> None:
+        await go.wait()
+        await connect()
+
+    rig.adapter.connect = slowly  # type: ignore[method-assign]
+    starting = asyncio.ensure_future(rig.trigger.start())
+    await asyncio.sleep(0)
+    await rig.trigger.stop()
+    go.set()
+    with pytest.raises(UsageError, match="stopped before it had started"):
+        await starting
+    assert not rig.trigger.ready
+
+
+async def test_states_and_health() -> None:
+    rig = Rig(Recorder(), concurrency=3)
+    trigger = rig.trigger
+    assert trigger.state == "new"
+    with pytest.raises(UsageError, match="is new"):
+        await trigger.pause()
+    async with trigger:
+        assert trigger.state is TriggerState.RUNNING
+        assert trigger.ready
+        health = await trigger.health()
+        assert msgspec.to_builtins(health) == {
+            "status": "healthy",
+            "running": True,
+            "adapter_healthy": True,
+            "active_workers": 3,
+            "paused": False,
+        }
+        with pytest.raises(UsageError, match="started once"):
+            await trigger.start()
+        rig.broker.down = True
+        assert (await trigger.health()).status == "unhealthy"
+        rig.broker.down = False
+        assert (await trigger.health()).status == "healthy"
+    assert str(trigger.state) == "stopped"
+    assert not trigger.ready
+    stopped = await trigger.health()
+    assert (stopped.status, stopped.running, stopped.active_workers) == ("stopped", False, 0)
+    await trigger.stop()
+    with pytest.raises(UsageError, match="started once"):
+        await trigger.start()
+
+
+async def test_pause_keeps_the_consumer_and_hands_nothing_over() -> None:
+    runtime = Recorder()
+    rig = Rig(runtime)
+    async with rig.trigger:
+        await rig.trigger.pause()
+        await rig.trigger.pause()
+        assert rig.trigger.state is TriggerState.PAUSED
+        rig.write(1)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        health = await rig.trigger.health()
+        assert (health.status, health.running, health.paused, health.active_workers) == ("paused", True, True, 1)
+        assert not runtime.calls
+        await rig.trigger.resume()
+        await rig.off(1)
+    assert rig.adapter.pauses == ["pause", "resume"]
+    assert runtime.messages == [1]
+
+
+async def test_what_is_in_hand_when_paused_waits() -> None:
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def act(_: Mapping[str, Any]) -> str:
+        begun.set()
+        await go.wait()
+        return ""
+
+    runtime = Recorder(act)
+    rig = Rig(runtime, concurrency=1)
+    rig.write(1)
+    rig.write(2)
+    async with rig.trigger:
+        await begun.wait()
+        await rig.trigger.pause()
+        go.set()
+        await rig.off(1)
+        assert runtime.messages == [1]
+        await rig.trigger.resume()
+        await rig.off(2)
+
+
+async def test_stop_waits_for_what_is_being_handed_over() -> None:
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def act(_: Mapping[str, Any]) -> str:
+        begun.set()
+        await go.wait()
+        return ""
+
+    runtime = Recorder(act)
+    rig = Rig(runtime, concurrency=1)
+    for number in range(3):
+        rig.write(number)
+    await rig.trigger.start()
+    await begun.wait()
+    stopping = asyncio.ensure_future(rig.trigger.stop())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    assert rig.trigger.state is TriggerState.STOPPING
+    go.set()
+    await stopping
+    assert runtime.messages == [0]
+    assert rig.adapter.words == ["ack"]
+    assert len(rig.rows) == 1
+    again = Rig(Recorder(), broker=_name(rig))
+    await again.run(2)
+    assert len(again.rows) == 2
+
+
+async def test_stop_leaves_what_takes_too_long_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def act(_: Mapping[str, Any]) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    runtime = Recorder(act)
+    rig = Rig(runtime, concurrency=2)
+    ids = [rig.write(number) for number in range(3)]
+    await rig.trigger.start()
+    await until(lambda: len(runtime.calls) == 2)
+    with caplog.at_level(logging.WARNING, "holdfast.trigger"):
+        await rig.trigger.stop(timeout_s=0.05)
+    assert "left 2 messages that it had begun" in caplog.text
+    assert "and 1 others" in caplog.text
+    assert ids[0] in caplog.text
+    assert not rig.adapter.told
+    assert (await rig.trigger.health()).active_workers == 0
+    again = Rig(Recorder(), broker=_name(rig), enable_dedup=False)
+    await again.run(3)
+
+
+async def test_a_stop_in_a_hurry_waits_for_nobody() -> None:
+    async def act(_: Mapping[str, Any]) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    runtime = Recorder(act)
+    rig = Rig(runtime)
+    rig.write(1)
+    await rig.trigger.start()
+    await until(lambda: runtime.calls)
+    stopping = asyncio.ensure_future(rig.trigger.stop())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    rig.trigger.hurry()
+    async with asyncio.timeout(2):
+        await stopping
+    assert not rig.adapter.told
+
+
+async def test_paused_at_once_it_hands_nothing_over() -> None:
+    runtime = Recorder()
+    rig = Rig(runtime)
+    rig.write(1)
+    await rig.trigger.start()
+    await rig.trigger.pause()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    await rig.trigger.stop()
+    assert not runtime.calls
+
+
+async def test_stop_does_not_wait_for_retries() -> None:
+    async def for_ever(_: float) -> None:
+        await asyncio.Event().wait()
+
+    rig = Rig(_failing(99), sleep=for_ever)
+    rig.write(1)
+    await rig.trigger.start()
+    await until(lambda: rig.counts.retries == 1)
+    async with asyncio.timeout(2):
+        await rig.trigger.stop()
+    assert not rig.adapter.told
+    assert not rig.dead
+    again = Rig(Recorder(), broker=_name(rig))
+    await again.run(1)
+
+
+async def test_a_runtime_without_keys_needs_a_store() -> None:
+    rig = Rig(Recorder())
+    with pytest.raises(InvalidOption, match="enable_dedup"):
+        QueueTrigger(rig.config, rig.adapter, Recorder())
+    QueueTrigger(TriggerConfig(queue_name="q", consumer_group="g", enable_dedup=False), rig.adapter, Recorder())
+
+
+def _name(rig: Rig) -> str:
+    return next(name for name, broker in MemoryBroker._named.items() if broker is rig.broker)
+
+
+# Outages -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Unavailable("away"), IntakeRefused("default", "paused")])
+async def test_an_outage_holds_and_uses_up_no_retries(error: Exception) -> None:
+    rounds = asyncio.Semaphore(0)
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        await rounds.acquire()
+
+    runtime = _failing(20, error)
+    rig = Rig(runtime, concurrency=4, prefetch=10, max_retries=0, sleep=sleep)
+    for number in range(6):
+        rig.write(number)
+    async with rig.trigger:
+        await until(lambda: len(slept) == 1)
+        await until(lambda: rig.adapter.pauses == ["pause"])
+        health = await rig.trigger.health()
+        assert (health.status, health.adapter_healthy, health.paused) == ("holding", True, False)
+        assert rig.trigger.state is TriggerState.HOLDING
+        assert not rig.trigger.ready
+        rig.write(6)
+        for _ in range(20):
+            rounds.release()
+        await rig.off(7)
+        await until(lambda: rig.adapter.pauses == ["pause", "resume"])
+        assert rig.trigger.ready
+        assert rig.counts.held == 0
+    assert not rig.dead
+    assert rig.adapter.words == ["ack"] * 7
+    assert {row.retry_count for row in rig.rows} == {0}
+
+
+async def test_stop_while_holding_loses_nothing() -> None:
+    async def for_ever(_: float) -> None:
+        await asyncio.Event().wait()
+
+    rig = Rig(_failing(99, Unavailable("away")), sleep=for_ever)
+    rig.write(1)
+    await rig.trigger.start()
+    await until(lambda: rig.trigger.state is TriggerState.HOLDING)
+    async with asyncio.timeout(2):
+        await rig.trigger.stop()
+    assert not rig.adapter.told
+    again = Rig(Recorder(), broker=_name(rig))
+    await again.run(1)
+
+
+async def test_resume_by_people_does_not_end_an_outage() -> None:
+    async def for_ever(_: float) -> None:
+        await asyncio.Event().wait()
+
+    rig = Rig(_failing(99, Unavailable("away")), sleep=for_ever)
+    rig.write(1)
+    async with rig.trigger:
+        await until(lambda: rig.adapter.pauses == ["pause"])
+        await rig.trigger.pause()
+        await rig.trigger.resume()
+        assert rig.adapter.pauses == ["pause"]
+
+
+async def test_a_consumer_that_fails_is_begun_again() -> None:
+    rig = Rig(Recorder())
+    consume, failed = rig.adapter.consume, False
+
+    def flaky() -> Any:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise BrokerUnavailable("amqp://user:s3cret@host is away")
+        return consume()
+
+    rig.adapter.consume = flaky  # type: ignore[method-assign]
+    rig.write(1)
+    await rig.run(1)
+    assert failed
+
+
+# Logs and records ----------------------------------------------------------------------------------------
+
+
+async def test_every_stage_is_logged_with_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(_failing(1), parser_type="text")
+    with caplog.at_level(logging.DEBUG, "holdfast.trigger"):
+        message_id = rig.write(b"the payload password=hunter2", trace_id="t-1")
+        await rig.run(1)
+    mine = [record for record in caplog.records if getattr(record, "message_id", "") == message_id]
+    assert [getattr(record, "stage", "") for record in mine] == ["received", "parsed", "retry", "handed_over", "ack"]
+    assert {getattr(record, "trace_id", "") for record in mine} == {"t-1"}
+    retry = mine[2]
+    assert retry.levelno == logging.WARNING
+    assert "retry 1 of 3 in 1 s: RuntimeError: not yet" in retry.getMessage()
+    assert "hunter2" not in caplog.text
+    assert "the payload" not in caplog.text
+
+
+async def test_reasons_are_redacted_and_of_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    error = RuntimeError("redis://u:hunter2@h failed\nmessage was: my payload")
+    rig = Rig(_failing(9, error), max_retries=1)
+    rig.write(1)
+    with caplog.at_level(logging.DEBUG):
+        await rig.run(1)
+    everything = caplog.text + str(rig.dead) + str(rig.rows)
+    assert "hunter2" not in everything
+    assert "my payload" not in everything
+
+
+async def test_the_ledger_being_down_stops_no_message() -> None:
+    rig = Rig(Recorder())
+    rig.book.down = True
+    for number in range(5):
+        rig.write(number)
+    async with rig.trigger:
+        await rig.off(5)
+        await until(lambda: rig.book.failures >= 2)
+        assert not rig.rows
+        rig.book.down = False
+        await until(lambda: len(rig.rows) == 5)
+    assert rig.counts.records_lost == 0
+
+
+async def test_records_that_do_not_fit_are_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(Recorder())
+    for number in range(6):
+        rig.write(number)
+    await rig.run(6)
+    book, counts = MemoryBook(), TriggerCounts("q")
+    book.down = True
+    records = Records(book, counts, limit=4)
+    with caplog.at_level(logging.WARNING, "holdfast.trigger"):
+        for row in rig.rows:
+            records.put(row)
+        assert counts.records_lost == 2
+        assert caplog.text.count("are dropped from now on") == 1
+        book.down = False
+        await records.close(5)
+    assert len(book.rows) == 4
+
+
+async def test_one_bad_row_does_not_keep_the_others_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Picky(MemoryBook):
+        async def record(self, executions: Any) -> None:
+            if any(execution.message_id == "orders-2" for execution in executions):
+                raise ValueError("cannot be stored")
+            await super().record(executions)
+
+    rig = Rig(Recorder())
+    picky = Picky()
+    rig.trigger._book = picky
+    for number in range(3):
+        rig.write(number)
+    await rig.run(3)
+    assert len(picky.rows) == 2
+    assert rig.counts.records_lost == 1

