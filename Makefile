@@ -11,8 +11,8 @@ STAMP := .venv/.holdfast-stamp
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 # Each test has its own store or namespace, so any process may run any of them. Most wait now and then, so there are more
-# processes than cores. Searches take minutes each and are not traced; they, and those that kill, stop and starve things
-# against the clock of a lease, get a core each.
+# processes than cores. Searches take minutes each and are not traced; they, those that kill, stop and starve things
+# against the clock of a lease, and those with a Kafka or RabbitMQ for each process get a core each.
 PYTEST_WORKERS ?= 4
 CORE_WORKERS   ?= 2
 SOURCES := src tests tools examples benchmarks
@@ -29,8 +29,8 @@ demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the 
 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
 	@$(BIN)/python tools/servers.py ensure
-	$(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal -m 'not faults and not search' --cov --cov-report= $(ARGS)
-	$(PYTEST) -n $(CORE_WORKERS) --dist worksteal -m faults --cov --cov-append --cov-report=term $(ARGS)
+	$(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal -m 'not faults and not brokers and not search' --cov --cov-report= $(ARGS)
+	$(PYTEST) -n $(CORE_WORKERS) --dist worksteal -m '(faults or brokers) and not search' --cov --cov-append --cov-report=term $(ARGS)
 	$(PYTEST) -n $(CORE_WORKERS) --dist load --maxschedchunk 1 -m search $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types, import directions, spec coverage

@@ -1,12 +1,14 @@
-"""How fast holdfast is, beside a bare Redis loop and other task systems on PostgreSQL: `python -m benchmarks`.
+"""How fast holdfast is, beside a bare Redis loop, other task systems and FastStream: `python -m benchmarks`.
 
 options   what was asked for
 machine   the machine: held awake, calibrated, described
 stores    Redis and SQLite, fresh for every probe; `postgres` likewise, `audit` Redis with its ledger
+brokers   Kafka and RabbitMQ
 sides     code of the contestants; each runs in processes of its own
 peers     the same for other task systems, in an environment of their own
 children  the parent's end of those processes
-stages    what is measured: submit, drain, latency, backlog; audited, projector, lag, durable, effects, history
+stages    what is measured: submit, drain, latency, backlog; audited, projector, lag, durable, effects, history;
+          http; kafka, rabbitmq, outbox, delay
 run       rounds, interleaved
 report    tables and JSON; `plot` the picture, `page` figures of the ledger for the docs
 """

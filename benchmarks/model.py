@@ -19,6 +19,8 @@ OURS_UPKEEP: Final = "holdfast · the same, upkeep apart"
 PGQUEUER: Final = "pgqueuer"
 PROCRASTINATE: Final = "procrastinate"
 DBOS: Final = "DBOS"
+FASTSTREAM: Final = "FastStream · does nothing"
+FASTSTREAM_PUSH: Final = "FastStream · into a Redis list"
 
 
 class Measure(msgspec.Struct, frozen=True):

@@ -13,9 +13,10 @@ from benchmarks.peers.venv import PEERS
 CORE: Final = ("submit", "drain", "latency", "backlog")
 LEDGER: Final = ("audited", "projector", "lag", "durable", "effects", "history")
 SERVICE: Final = ("http",)
-STAGES: Final = (*CORE, *LEDGER, *SERVICE)
+MESSAGES: Final = ("kafka", "rabbitmq", "outbox", "delay")
+STAGES: Final = (*CORE, *LEDGER, *SERVICE, *MESSAGES)
 #: Names for several stages at once.
-GROUPS: Final = {"core": CORE, "ledger": LEDGER, "service": SERVICE}
+GROUPS: Final = {"core": CORE, "ledger": LEDGER, "service": SERVICE, "messages": MESSAGES}
 #: Takes long, so by its own name or with `--full` only.
 _LONG: Final = "history"
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -37,7 +38,7 @@ class Options:
     sketch: Path | None
     #: The same for the projector.
     ledger_sketch: Path | None
-    #: Other task systems that are measured beside ours, by name.
+    #: Other systems that are measured beside ours, by name.
     peers: tuple[str, ...]
     #: Jobs of which the projector gets a prepared feed.
     feed_jobs: int
@@ -46,6 +47,10 @@ class Options:
     history_events: int
     #: Jobs in the ledger when a page of their list is asked for over HTTP.
     listed_jobs: int
+    #: Messages in a broker, or events in the outbox, before they are taken.
+    messages: int
+    #: How long the outbox is written to while its delay is measured.
+    delay_s: float
     #: Redis: "no", "everysec" or "always".
     aof: str
     out: Path
@@ -75,6 +80,8 @@ def parse(arguments: Sequence[str]) -> Options:
         lag_s=given.lag_seconds,
         history_events=given.events,
         listed_jobs=given.listed,
+        messages=given.messages,
+        delay_s=given.delay_seconds,
         aof=given.aof,
         out=given.out.resolve(),
     )
@@ -104,10 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures holdfast on Redis and on SQLite beside a bare Redis loop, and with a ledger in "
-        "PostgreSQL beside other task systems there; on servers of its own.",
+        "PostgreSQL beside other task systems there, and with brokers beside FastStream; on servers of its own.",
     )
     parser.add_argument(
-        "--only", default="", metavar="NAMES", help=f"some of {','.join(STAGES)}; core; ledger; default all"
+        "--only", default="", metavar="NAMES", help=f"some of {','.join((*STAGES, *GROUPS))}; default all"
     )
     parser.add_argument("--rounds", type=_positive, default=3, help="interleaved rounds (default 3)")
     parser.add_argument("--jobs", type=_positive, default=20_000, help="jobs per submit and drain (default 20,000)")
@@ -122,6 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lag-seconds", type=_positive, default=15, help="how long lag is measured (default 15)")
     parser.add_argument("--events", type=_positive, default=5_000_000, help="events for history (default 5,000,000)")
     parser.add_argument("--listed", type=_positive, default=1_000_000, help="jobs in the list (default 1,000,000)")
+    parser.add_argument("--messages", type=_positive, default=40_000, help="messages and events (default 40,000)")
+    parser.add_argument("--delay-seconds", type=_positive, default=5, help="how long delay is measured (default 5)")
     parser.add_argument("--ledger-sketch", type=Path, metavar="PATH", help="a yardstick script for the projector")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for JSON, plot and scratch files")
     return parser

@@ -11,6 +11,8 @@ from benchmarks.model import (
     BARE_PY,
     BARE_RAW,
     DBOS,
+    FASTSTREAM,
+    FASTSTREAM_PUSH,
     OURS_LEDGER,
     OURS_REDIS,
     OURS_SQLITE,
@@ -34,6 +36,8 @@ _COLOURS: Final = {
     PGQUEUER: "#b5651d",
     PROCRASTINATE: "#c9a66b",
     DBOS: "#8e6c8a",
+    FASTSTREAM: "#9c9c3c",
+    FASTSTREAM_PUSH: "#6b8e23",
 }
 _PANELS: Final = {
     "submit": ("submit.single", "submit.concurrent", "submit.bulk"),
@@ -41,6 +45,10 @@ _PANELS: Final = {
     "latency": ("latency.p50", "latency.p95", "latency.p99"),
     "audited": ("audited",),
     "lag": ("lag.p50", "lag.p95", "lag.p99"),
+    "kafka": ("kafka",),
+    "rabbitmq": ("rabbitmq",),
+    "outbox": ("outbox",),
+    "delay": ("delay.p50", "delay.p99"),
 }
 _LEGEND_PER_COLUMN: Final = 2
 _LEGEND_LINE_INCHES: Final = 0.2

@@ -14,6 +14,8 @@ from benchmarks.model import (
     BARE_PY,
     BARE_RAW,
     DBOS,
+    FASTSTREAM,
+    FASTSTREAM_PUSH,
     PGQUEUER,
     PROCRASTINATE,
     SKETCH,
@@ -32,6 +34,8 @@ _AGAINST: Final = {
     "× pgqueuer": PGQUEUER,
     "× procrastinate": PROCRASTINATE,
     "× DBOS": DBOS,
+    "× FastStream": FASTSTREAM,
+    "× FS to Redis": FASTSTREAM_PUSH,
 }
 #: In these stages the first row of each measure is what the others are compared with.
 _FIRST_ROW: Final = {"backlog": "× shallow", "history": "× empty"}
@@ -114,7 +118,7 @@ def _number(value: float, measure: Measure) -> str:
 
 def _print_servers(console: Console, results: Results) -> None:
     """What was not known yet when the heading was printed."""
-    for name in ("PostgreSQL", "peers"):
+    for name in ("PostgreSQL", "peers", "FastStream"):
         if name in results.settings:
             console.print(f"{name}: {results.settings[name]}", highlight=False)
 

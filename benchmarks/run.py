@@ -17,12 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import machine, plot, report
 from benchmarks.board import Board
+from benchmarks.brokers import Kafka, RabbitMQ
 from benchmarks.children import ProbeFailed
 from benchmarks.model import Calibration, Results
 from benchmarks.options import Options, parse
 from benchmarks.postgres import Postgres
 from benchmarks.stages.audited import Audited
 from benchmarks.stages.backlog import Backlog
+from benchmarks.stages.consume import ConsumeKafka, ConsumeRabbitMQ
 from benchmarks.stages.drain import Drain
 from benchmarks.stages.durable import Durable
 from benchmarks.stages.effects import Effects
@@ -30,6 +32,7 @@ from benchmarks.stages.history import History
 from benchmarks.stages.http import Http
 from benchmarks.stages.lag import Lag
 from benchmarks.stages.latency import Latency
+from benchmarks.stages.outbox import Delay, Outbox
 from benchmarks.stages.projector import Projector
 from benchmarks.stages.stage import Hall, Probe, Stage
 from benchmarks.stages.submit import Submit
@@ -47,6 +50,10 @@ STAGES: Final[Mapping[str, Callable[[Hall], Stage]]] = {
     "effects": Effects,
     "history": History,
     "http": Http,
+    "kafka": ConsumeKafka,
+    "rabbitmq": ConsumeRabbitMQ,
+    "outbox": Outbox,
+    "delay": Delay,
 }
 
 _FILE_WIDTH: Final = 110
@@ -148,7 +155,10 @@ def _hall(options: Options, began_at: datetime) -> Iterator[Hall]:
         results.settings["SQLite file"] = f"synchronous=FULL on {machine.filesystem(scratch)}"
         sqlite, board, postgres = SqliteStore(scratch / "sqlite"), Board(scratch / "board"), Postgres(scratch)
         cleanup.callback(postgres.close)
-        yield Hall(options, redis, sqlite, postgres, board, scratch, results, cleanup)
+        kafka, rabbitmq = Kafka(scratch), RabbitMQ(scratch)
+        cleanup.callback(kafka.close)
+        cleanup.callback(rabbitmq.close)
+        yield Hall(options, redis, sqlite, postgres, kafka, rabbitmq, board, scratch, results, cleanup)
 
 
 def _settings(options: Options, redis: RedisStore) -> dict[str, object]:

@@ -12,6 +12,11 @@ from typing import Final
 import pytest
 
 from holdfast.ledger.migrate import migration_store, up
+from tests.brokers.kafka_server import kafka_server as kafka_server
+from tests.brokers.kafka_server import make_kafka as make_kafka
+from tests.brokers.rabbitmq_server import make_rabbitmq as make_rabbitmq
+from tests.brokers.rabbitmq_server import rabbitmq_server as rabbitmq_server
+from tests.brokers.sqs_server import sqs_server as sqs_server
 from tests.databases import Databases
 from tests.servers import PostgresServer, RedisServer, find_server, in_own_loop
 from tools.servers import POSTGRES, REDIS, REDIS_60, REDIS_62, Server
@@ -22,6 +27,9 @@ pytest.register_assert_rewrite(
 
 #: A Redis that is there already, used instead of one of our own; tests that kill servers start theirs all the same.
 REDIS_URL_VARIABLE: Final = "HOLDFAST_TEST_REDIS_URL"
+
+#: Fixtures that start a broker, which takes seconds.
+_BROKERS: Final = frozenset({"kafka", "kafka_server", "make_kafka", "rabbitmq_server", "make_rabbitmq", "sqs_server"})
 
 MakeServer = Callable[..., RedisServer]
 MakePostgres = Callable[..., PostgresServer]
@@ -183,3 +191,11 @@ def engine_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'holdfast.db'}"
     url: str = request.getfixturevalue("redis_url")
     return url
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with brokers of their own are marked as such: fewer processes run them, so that fewer brokers start."""
+    for item in items:
+        if not _BROKERS.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.brokers)

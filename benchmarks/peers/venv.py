@@ -17,7 +17,12 @@ from tools.servers import WHEELS
 FOLDER: Final = WHEELS / "peers"
 PYTHON: Final = FOLDER / "bin" / "python"
 #: Name → the peer itself.
-PEERS: Final = {"pgqueuer": "pgqueuer==1.6.0", "procrastinate": "procrastinate==3.10.0", "dbos": "dbos==3.3.0"}
+PEERS: Final = {
+    "pgqueuer": "pgqueuer==1.6.0",
+    "procrastinate": "procrastinate==3.10.0",
+    "dbos": "dbos==3.3.0",
+    "faststream": "faststream[kafka,rabbit]==0.7.8",
+}
 #: Their drivers at their fastest, and what our end of the line needs.
 _BESIDE: Final = (
     "asyncpg==0.32.0",
@@ -26,6 +31,10 @@ _BESIDE: Final = (
     "uvloop==0.23.0",
     "msgspec==0.22.0",
     "sqlalchemy==2.1.8",
+    "aiokafka==0.14.0",
+    "aio-pika==10.2.1",
+    "redis==8.1.0",
+    "hiredis==3.5.0",
 )
 _STAMP: Final = FOLDER / "installed.json"
 _INSTALL_WITHIN_S: Final = 600.0

@@ -23,6 +23,7 @@ _ARGUMENT_BYTES: Final = 200
 ARGUMENT: Final = {"n": 1, "a": "x" * (_ARGUMENT_BYTES - len('{"n":1,"a":""}'))}
 #: Jobs between a call and the next one at low load come with this pause on average.
 PACE_S: Final = 0.010
+_LOOK_S: Final = 0.002
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -63,6 +64,16 @@ def timed(jobs: int) -> Iterator[Answer]:
     yield answer
     seconds = time.perf_counter() - began
     answer |= {"rate": jobs / seconds, "cpu_us": (cpu_s() - cpu) / jobs * 1e6}
+
+
+async def watched(done: Callable[[], int], jobs: int) -> Answer:
+    """What these jobs take: from the first look that sees some done to the one that sees all."""
+    while not (first := done()):  # noqa: ASYNC110 - whoever counts has no event for this
+        await asyncio.sleep(_LOOK_S)
+    with timed(jobs - first) as answer:
+        while done() < jobs:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+    return answer
 
 
 async def in_parallel(callers: int, jobs: int, call: Callable[[], Awaitable[object]]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from benchmarks.board import Board
+from benchmarks.brokers import Kafka, RabbitMQ
 from benchmarks.contest import Contestant
 from benchmarks.model import BARE_PY, BARE_RAW, OURS_REDIS, OURS_SQLITE, Measure, Results
 from benchmarks.options import Options
@@ -50,8 +51,10 @@ class Hall:
     options: Options
     redis: RedisStore
     sqlite: SqliteStore
-    #: Runs once a stage has asked for it.
+    #: These run once a stage has asked for them.
     postgres: Postgres
+    kafka: Kafka
+    rabbitmq: RabbitMQ
     board: Board
     scratch: Path
     results: Results

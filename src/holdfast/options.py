@@ -8,15 +8,17 @@ from datetime import UTC, datetime
 from typing import Any, Final, TypedDict
 
 from holdfast.clock import to_ms
+from holdfast.core.checks import KEY_LIMIT as KEY_LIMIT
+from holdfast.core.checks import NAME_LIMIT as NAME_LIMIT
+from holdfast.core.checks import check_length as check_length
+from holdfast.core.checks import check_name as check_name
+from holdfast.core.checks import check_text as check_text
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, EMPTY_META, Envelope, Meta, Priority
 from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.core.webhook import SUBSCRIBERS
 from holdfast.errors import InvalidOption
 
-#: In bytes of UTF-8: all of a job's names together must fit a row of an index, which has 2,704 bytes on PostgreSQL.
-NAME_LIMIT: Final = 200
-KEY_LIMIT: Final = 1_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LATEST_MS: Final = to_ms(datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC) - _EPOCH)
 
@@ -97,8 +99,8 @@ def make_options(given: SubmitOptions, *, queue: str, priority: Priority, payloa
     return Options(
         queue=check_name(_or(given.get("queue"), queue), "queue"),
         tenant_id=check_name(_or(given.get("tenant_id"), DEFAULT_TENANT), "tenant_id"),
-        idempotency_key=_text(given.get("idempotency_key"), "idempotency_key"),
-        trace_id=_text(given.get("trace_id"), "trace_id"),
+        idempotency_key=check_text(given.get("idempotency_key"), "idempotency_key"),
+        trace_id=check_text(given.get("trace_id"), "trace_id"),
         delay_ms=0 if delay is None else duration_ms(delay, "delay"),
         run_at_ms=0 if run_at is None else _instant_ms(run_at),
         hold=given.get("hold", False),
@@ -120,24 +122,6 @@ def _window_ms(window: Duration | None, key: str | None) -> int:
     return window_ms
 
 
-def check_name(name: object, what: str) -> str:
-    """A name for a queue, a task or a tenant: it becomes part of keys, so it must be short and plain."""
-    if not isinstance(name, str) or not name:
-        raise InvalidOption(f"{what} must be a name that is not empty, got {name!r}")
-    # Braces would move a queue's keys to another slot of a Redis Cluster.
-    if not name.isprintable() or any(character in " {}" for character in name):
-        raise InvalidOption(f"{what} {name!r} must have no blanks, braces or control characters")
-    check_length(name, NAME_LIMIT, what)
-    return name
-
-
-def check_length(text: str, limit: int, what: str) -> None:
-    """Raises `InvalidOption` for a text of more bytes than a ledger can look up."""
-    size = len(text.encode())
-    if size > limit:
-        raise InvalidOption(f"{what} has {size} bytes of UTF-8, the limit is {limit}")
-
-
 def parse_priority(value: object) -> Priority:
     """`Priority.HIGH`, "high" or 0."""
     if isinstance(value, str):
@@ -155,18 +139,6 @@ def _or(given: str | None, default: str) -> str:
     return default if given is None else given
 
 
-def _text(text: object, what: str) -> str:
-    """A key or a trace id: any text, not empty, not too long. None given: empty."""
-    if text is None:
-        return ""
-    if not isinstance(text, str) or not text:
-        raise InvalidOption(f"{what} must be a text that is not empty, got {text!r}")
-    if "\x00" in text or not _is_unicode(text):
-        raise InvalidOption(f"{what} {text!r} must have no zero bytes and no half characters (lone surrogates)")
-    check_length(text, KEY_LIMIT, what)
-    return text
-
-
 def _webhook(url: object) -> str:
     if url is None:
         return ""
@@ -174,14 +146,6 @@ def _webhook(url: object) -> str:
         raise InvalidOption("webhook must be an address such as https://example.org/hook")
     # Where it may lead depends on the settings: the desk checks it.
     return url
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _instant_ms(run_at: object) -> int:

@@ -1,4 +1,4 @@
-"""SQS for tests: moto's server, in a process of its own. It keeps nothing beyond its process.
+"""SQS for tests: moto's server (see `orderly_moto`), in a process of its own. It keeps nothing beyond its process.
 
 The fixture is for every test package: `from tests.brokers.sqs_server import sqs_server as sqs_server` in its
 `conftest.py`.
@@ -22,14 +22,16 @@ REGION: Final = "eu-central-1"
 ACCESS_KEY: Final = "TESTKEYOFHOLDFAST"
 SECRET_KEY: Final = "correct-horse-secret-battery"
 
+_PROGRAM: Final = Path(__file__).with_name("orderly_moto.py")
+
 
 class SqsServer(ServerProcess):
-    """`moto_server`. It takes every password, or none: `strict`."""
+    """moto. It takes every password, or none: `strict`."""
 
     _ready_within_s = 45.0
 
     def __init__(self, folder: Path, *, strict: bool = False) -> None:
-        super().__init__(Path(sys.executable).with_name("moto_server"), folder)
+        super().__init__(Path(sys.executable), folder)
         self._strict = strict
 
     @property
@@ -45,7 +47,7 @@ class SqsServer(ServerProcess):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
         if self._strict:
             environment["INITIAL_NO_AUTH_ACTION_COUNT"] = "0"
-        command = [str(self.binary), "-H", "127.0.0.1", "-p", str(self.port)]
+        command = [str(self.binary), str(_PROGRAM), "-H", "127.0.0.1", "-p", str(self.port)]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def _answers(self) -> bool:

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from holdfast.brokers.factory import BROKER_TYPES, build_adapter, build_publisher, connection_model
 from holdfast.brokers.memory import MemoryConnection
@@ -97,3 +98,10 @@ def test_mistakes_are_named_and_values_are_not() -> None:
         build_publisher("redis", {"url": "tcp://ann:s3cret-word@h", "prot": 1})
     assert "prot: Extra inputs" in str(caught.value)
     assert "s3cret-word" not in f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"
+
+
+@pytest.mark.parametrize("broker_type", BROKER_TYPES)
+def test_no_model_of_a_connection_shows_what_it_was_given(broker_type: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        connection_model(broker_type).model_validate({"bootstrap_servers": "x", "pasword": "hunter2"})
+    assert "hunter2" not in str(caught.value)

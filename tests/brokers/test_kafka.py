@@ -430,7 +430,7 @@ async def test_the_factory_knows_it(harness: KafkaHarness) -> None:
 
 
 async def test_a_certificate_that_cannot_be_read_is_told(harness: KafkaHarness) -> None:
-    lost = harness.connection(security_protocol="SSL", ssl_ca_file="/nowhere/ca.pem")
+    lost = harness.connection(security_protocol="SSL", ca_file="/nowhere/ca.pem")
     for client in (harness.adapter("any", connection=lost), harness.publisher(lost)):
         with pytest.raises(BrokerRefused, match="settings"):
             await client.connect()
@@ -542,3 +542,37 @@ async def _keys_of_two_partitions(bench: Bench) -> list[str]:
     by_partition = {message.metadata["partition"]: message.key for message in await reader.handle(len(names))}
     await reader.stop()
     return list(by_partition.values())
+
+
+async def test_closing_does_not_wait_for_a_broker_that_is_silent() -> None:
+    """Who has given a call up must be able to rely on it: nothing of it is written once this returns."""
+    nowhere = f"127.0.0.1:{free_port()}"
+    publisher = KafkaPublisher(KafkaConnection(bootstrap_servers=nowhere, publish_timeout_s=20))
+    publishing = asyncio.create_task(publisher.publish([Outgoing("t", b"x", {}, "k", "1")]))
+    await asyncio.sleep(0.3)
+    began = monotonic()
+    await publisher.close()
+    assert monotonic() - began < 5
+    (answer,) = await publishing
+    assert isinstance(answer, BrokerUnavailable)
+
+
+async def test_a_message_as_large_as_may_be_becomes_a_dead_letter(harness: KafkaHarness) -> None:
+    """Though it is larger than what we may publish; and without its story, if there is no room for it."""
+    limit = "2000000"
+    queue = await harness.new_queue(1, max_message_bytes=limit)
+    await harness.create(harness.dead_letters(queue), max_message_bytes=limit)
+    body = b"x" * 1_999_900
+    producer = Producer({"bootstrap.servers": harness.server.address, "message.max.bytes": 3_000_000})
+    producer.produce(queue, body)
+    assert await asyncio.to_thread(producer.flush, SOON_S) == 0
+    adapter = harness.adapter(queue)
+    await adapter.connect()
+    reader = Reader(adapter)
+    await adapter.send_to_dlq(await reader.one(), "too bad", ["try 1"] * 100)
+    letters = harness.adapter(harness.dead_letters(queue))
+    await letters.connect()
+    letter_reader = Reader(letters)
+    assert (await letter_reader.one()).body == body
+    await letter_reader.stop()
+    await reader.stop()

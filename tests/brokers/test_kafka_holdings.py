@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from threading import Thread
 from time import monotonic
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast.brokers.kafka import KafkaAdapter, KafkaConnection
 from holdfast.brokers.kafka.holdings import Holdings
 from holdfast.brokers.port import RawMessage
+from holdfast.brokers.times import moment
 
 
 def message(partition: int, offset: int, share: int, deliveries: int = 1) -> RawMessage:
@@ -129,6 +130,21 @@ def test_room_is_waited_for() -> None:
     assert holdings.wait_for_room(20)
 
 
+def test_who_waits_for_room_is_woken_when_there_is_plenty() -> None:
+    """A message at a time would cost a switch of threads for each; but little room is room, when the time is over."""
+    holdings = Holdings(8)
+    holdings.gain([0])
+    held = [taken(holdings, 0, offset) for offset in range(8)]
+    holdings.settle(held[0])
+    began = monotonic()
+    assert holdings.wait_for_room(0.05)
+    assert monotonic() - began > 0.04
+    Thread(target=holdings.settle, args=(held[1],)).start()
+    began = monotonic()
+    assert holdings.wait_for_room(20)
+    assert monotonic() - began < 10
+
+
 def test_another_consumers_message_is_not_ours() -> None:
     one, other = Holdings(5), Holdings(5)
     one.gain([0])
@@ -156,3 +172,10 @@ async def test_nothing_of_a_partition_that_is_gone_is_delivered() -> None:
     assert (await anext(stream)).message_id == "t-0-0"
     await adapter.close()
     assert [message async for message in stream] == []
+
+
+def test_a_time_that_no_calendar_has_is_now() -> None:
+    """Microseconds where milliseconds are meant, say: one such message must not end its consumer again and again."""
+    assert moment(1_763_247_000_000) == datetime(2025, 11, 15, 22, 50, tzinfo=UTC)
+    for odd in (1_763_247_000_000_000, 2**63 - 1, -(2**63)):
+        assert abs(moment(odd) - datetime.now(UTC)) < timedelta(minutes=1)

@@ -383,24 +383,30 @@ async def test_messages_of_other_writers_come_whatever_is_in_them(bench: Bench, 
     assert (message.body, message.key, message.deliveries) == (b"odd", "", 1)
 
 
-async def test_a_message_without_id_is_known_by_what_is_in_it(bench: Bench, harness: RabbitHarness) -> None:
-    await harness.write_plain(bench.queue, b"one", b"two")
+async def test_equal_messages_without_id_are_two_messages(bench: Bench, harness: RabbitHarness) -> None:
+    await harness.write_plain(bench.queue, b"tick", b"tick")
     reader = await bench.reader(prefetch=2)
     first = await reader.take(2)
-    assert first[0].message_id != first[1].message_id
+    assert len({message.message_id for message in first}) == 2
     for message in first:
         await reader.adapter.nack(message, requeue=True)
+    # Nothing says which of the two it is: each delivery is a message of its own.
     again = await reader.take(2)
-    assert {message.message_id for message in again} == {message.message_id for message in first}
+    assert len({message.message_id for message in first + again}) == 4
     assert [message.deliveries for message in again] == [2, 2]
 
 
-async def test_equal_messages_without_id_can_be_told_apart(bench: Bench, harness: RabbitHarness) -> None:
-    await harness.write_plain(bench.queue, b"tick", b"tick")
-    adapter = RabbitAdapter(connection_to(harness.server, without_id="delivery"), bench.queue, "readers")
+async def test_a_message_without_id_can_be_known_by_what_is_in_it(bench: Bench, harness: RabbitHarness) -> None:
+    await harness.write_plain(bench.queue, b"one", b"two", b"two")
+    adapter = RabbitAdapter(connection_to(harness.server, without_id="digest"), bench.queue, "readers")
     await adapter.connect()
-    one, two = await bench.read(adapter).take(2)
-    assert one.message_id != two.message_id
+    reader = bench.read(adapter)
+    one, two, equal = first = await reader.take(3)
+    assert one.message_id != two.message_id == equal.message_id
+    for message in first:
+        await adapter.nack(message, requeue=True)
+    again = await reader.take(3)
+    assert sorted(message.message_id for message in again) == sorted(message.message_id for message in first)
 
 
 async def test_the_key_may_have_another_header(bench: Bench, harness: RabbitHarness) -> None:
@@ -467,3 +473,38 @@ def test_a_connection_says_what_is_wrong_with_it() -> None:
     ):
         with pytest.raises(ValidationError, match=wrong):
             RabbitConnection.model_validate(settings)
+
+
+async def test_a_message_that_may_be_no_larger_becomes_a_dead_letter(bench: Bench, harness: RabbitHarness) -> None:
+    """Even if it is larger than what we may publish, or has no room for its story."""
+    channel = await harness.channel()
+    large = aio_pika.Message(b"x" * 2_000, headers={"x-long": "h" * 99_000}, message_id="m")
+    await channel.default_exchange.publish(large, bench.queue)
+    adapter = harness._made(RabbitAdapter(connection_to(harness.server, max_message_bytes=1_000), bench.queue, "g"))
+    await adapter.connect()
+    await adapter.send_to_dlq(await bench.read(adapter).one(), "too bad", ["try 1"] * 100)
+    letter = await (await bench.dead_letters()).one()
+    assert (letter.body, letter.headers["x-long"]) == (b"x" * 2_000, "h" * 99_000)
+
+
+@pytest.mark.parametrize("failure", [Exception(), asyncio.CancelledError()], ids=["bare", "cancelled"])
+async def test_whatever_ends_a_reconnection_another_one_is_tried(
+    bench: Bench, harness: RabbitHarness, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    """aiormq ends calls that are under way with either, when a connection goes."""
+    reader = await bench.reader()
+    adapter = reader.adapter
+    assert isinstance(adapter, RabbitAdapter)
+    assert adapter._link is not None
+    find, failures = adapter._find, [failure]
+
+    async def flaky(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await find(*args)
+
+    monkeypatch.setattr(adapter, "_find", flaky)
+    adapter._link.fail(ConnectionError("gone"))
+    await bench.publish(b"after")
+    assert (await reader.one()).body == b"after"
+    assert not failures

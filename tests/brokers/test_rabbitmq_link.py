@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
+import pytest
 from aio_pika.tools import CallbackCollection
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.brokers.rabbitmq_link import ConsumerLink, RabbitConnection
+from holdfast.brokers.rabbitmq_link import ConsumerLink, Link, RabbitConnection, translated, unchained
 
 
 class Broker:
@@ -92,3 +94,48 @@ async def test_many_acknowledgements_are_one_frame() -> None:
         link.settle(tag)
     await link.close()
     assert (broker.frames, broker.open) == (1, {1000})
+
+
+async def test_acknowledgements_wait_for_each_other_but_not_for_long() -> None:
+    """At once for a share of what is in hand, which is all of it if there is no other; the rest after a moment."""
+    broker = Broker(range(1, 101))
+    link = ConsumerLink(RabbitConnection(), Connection())  # type: ignore[arg-type]
+    link.begin(broker)  # type: ignore[arg-type]
+    link.in_hand.update(dict.fromkeys(sorted(broker.open)))
+    for tag in range(1, 101):
+        link.settle(tag)
+        await asyncio.sleep(0)
+    while broker.open:  # noqa: ASYNC110 - it has no event for this
+        await asyncio.sleep(0.001)
+    assert broker.frames < 20
+    broker.open.update(range(101, 201))
+    link.in_hand.update(dict.fromkeys(range(101, 201)))
+    link.settle(101)
+    async with asyncio.timeout(10):
+        while 101 in broker.open:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    await link.close()
+
+
+SECRET = "pa:ss/w@rd %5"
+URL = f"amqp://shop:{quote(SECRET, safe='')}@rabbit:5672/"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"url": URL}, {"host": "rabbit", "user": "shop", "password": SECRET}], ids=["url", "parts"]
+)
+async def test_what_a_library_says_of_a_password_is_blotted_out(settings: dict[str, Any]) -> None:
+    connection = RabbitConnection.model_validate(settings)
+    hidden = (SECRET, quote(SECRET, safe=""))
+    for said in (*hidden, f"cannot reach {URL}", f"PLAIN \0shop\0{SECRET}"):
+        error = ConnectionError(said)
+        told = translated(error, connection)
+        assert told.__cause__ is None
+        assert unchained(error, connection) is None
+        link = Link(connection, Connection())  # type: ignore[arg-type]
+        link.fail(error)
+        for text in (str(told), repr(told), link.reason):
+            assert not any(each in text for each in hidden)
+    harmless = ConnectionError("no route to host")
+    assert unchained(harmless, connection) is harmless
+    assert "no route to host" in str(translated(harmless, connection))

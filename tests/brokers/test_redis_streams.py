@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, Final
 
 import pytest
+from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from holdfast.brokers.port import Outgoing
@@ -323,3 +324,34 @@ def test_a_connection_that_cannot_be_is_told() -> None:
             RedisConnection.model_validate(options)
     shown = repr(RedisConnection.model_validate({"url": f"redis://ann:{PASSWORD}@h", "password": PASSWORD}))
     assert PASSWORD not in shown
+
+
+@pytest.mark.parametrize("entry_id", ["1763247000000000000-1", "18446744073709551614-3"])
+async def test_an_entry_with_an_id_that_is_no_time_comes_like_any_other(
+    bench: Bench, harness: RedisStreamsHarness, entry_id: str
+) -> None:
+    await harness.redis.xadd(bench.queue, {"body": "one"}, id=entry_id)
+    (message,) = await (await bench.reader()).handle(1)
+    assert (message.message_id, message.body) == (entry_id, b"one")
+
+
+async def test_a_fetch_that_ends_in_an_unknown_way_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a consumer that reads nothing would look like a quiet stream."""
+    adapter = bench.harness.adapter(bench.queue)
+    await adapter.connect()
+
+    async def broken(*_: object) -> Any:
+        await asyncio.sleep(0.05)
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(adapter, "_take_over", broken)
+    messages = aiter(adapter.consume())
+    with pytest.raises(RuntimeError, match="a mistake"):
+        await asyncio.wait_for(anext(messages), 5)
+
+
+def test_a_url_that_cannot_be_read_does_not_show_its_password() -> None:
+    with pytest.raises(ValidationError, match="cannot be read") as caught:
+        RedisConnection.model_validate({"url": "redis://:pass/word@host:6379/0"})
+    assert "pass/" not in str(caught.value)
+    assert "'pass'" not in str(caught.value)

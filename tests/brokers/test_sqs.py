@@ -10,6 +10,7 @@ import secrets
 import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 import pytest
@@ -26,6 +27,8 @@ from holdfast.testing.contract.brokers import (
     BrokerContract,
     BrokerFaultContract,
     BrokerHarness,
+    DeliveryContract,
+    MessageContract,
     Reader,
     by_key,
     equals,
@@ -44,8 +47,8 @@ def connection_to(port: int, **settings: Any) -> SqsConnection:
         "region": REGION,
         "access_key": ACCESS_KEY,
         "secret_key": SECRET_KEY,
-        "visibility_timeout_s": 2,
-        # moto notices a message at once, but not that a group or a message is free again.
+        # Longer than a test waits for anything: what comes again was given back.
+        "visibility_timeout_s": 60,
         "wait_time_s": 0,
         "timeout_s": 5,
     }
@@ -55,7 +58,9 @@ def connection_to(port: int, **settings: Any) -> SqsConnection:
 class SqsHarness(BrokerHarness):
     #: Binary: it becomes a third larger.
     large_body = 180_000
-    silence_s = 1.0
+    #: Of each key one message is written at a time.
+    many = 60
+    silence_s = 0.2
     secret = SECRET_KEY
 
     def __init__(self, port: int, *, fifo: bool) -> None:
@@ -76,14 +81,17 @@ class SqsHarness(BrokerHarness):
         await self.client.url_of(name, declare=True)
         return name
 
-    def adapter(self, queue: str, *, group: str = "readers", prefetch: int = 10) -> SqsAdapter:
-        return self._made(SqsAdapter(connection_to(self.port), queue, group, prefetch=prefetch))
+    def adapter(
+        self, queue: str, *, group: str = "readers", prefetch: int = 10, port: int | None = None, **settings: Any
+    ) -> SqsAdapter:
+        connection = connection_to(port or self.port, **settings)
+        return self._made(SqsAdapter(connection, queue, group, prefetch=prefetch))
 
     def publisher(self) -> SqsPublisher:
         return self._made(SqsPublisher(connection_to(self.port)))
 
     def lost_adapter(self, queue: str) -> SqsAdapter:
-        return self._made(SqsAdapter(connection_to(free_port()), queue, "readers"))
+        return self.adapter(queue, port=free_port())
 
     def lost_publisher(self) -> SqsPublisher:
         return self._made(SqsPublisher(connection_to(free_port())))
@@ -105,6 +113,13 @@ class SqsHarness(BrokerHarness):
             await client.close()
         await self.client.close()
 
+    async def is_empty(self, queue: str) -> bool:
+        """Nothing waits in it, and nobody holds anything of it."""
+        names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
+        url = await self.client.url_of(queue)
+        answer = await self.client.call("get_queue_attributes", QueueUrl=url, AttributeNames=names)
+        return [answer["Attributes"][name] for name in names] == ["0", "0"]
+
     def impossible(self, topic: str, key: str) -> Outgoing:
         return Outgoing(topic, b"x" * 300_000, {}, key, "event-impossible")
 
@@ -123,14 +138,32 @@ async def bench(harness: SqsHarness) -> AsyncIterator[Bench]:
     await bench.close()
 
 
+@pytest.fixture
+async def fifo_harness(sqs_server: SqsServer) -> AsyncIterator[SqsHarness]:
+    harness = SqsHarness(sqs_server.port, fifo=True)
+    yield harness
+    await harness.close()
+
+
+@pytest.fixture
+async def fifo_bench(fifo_harness: SqsHarness) -> AsyncIterator[Bench]:
+    bench = Bench(fifo_harness, await fifo_harness.new_queue())
+    yield bench
+    await bench.close()
+
+
 class TestContract(BrokerContract):
     """On FIFO queues: a standard queue promises no order."""
 
     @pytest.fixture
-    async def harness(self, sqs_server: SqsServer) -> AsyncIterator[SqsHarness]:
-        harness = SqsHarness(sqs_server.port, fifo=True)
-        yield harness
-        await harness.close()
+    def harness(self, fifo_harness: SqsHarness) -> SqsHarness:
+        return fifo_harness
+
+
+class TestStandardQueues(MessageContract, DeliveryContract):
+    """What a message carries and who holds it is the same on a standard queue; only order is not promised."""
+
+    test_messages_of_one_key_are_written_and_come_in_order = None  # type: ignore[assignment]
 
 
 class TestFaultContract(BrokerFaultContract):
@@ -145,25 +178,28 @@ class TestFaultContract(BrokerFaultContract):
             await harness.close()
 
 
-async def test_a_message_in_hand_is_prolonged_and_comes_to_nobody_else(bench: Bench) -> None:
+async def test_a_message_in_hand_is_prolonged_and_comes_to_nobody_else(bench: Bench, harness: SqsHarness) -> None:
+    """Also while the consumer is paused."""
     await bench.publish(b"mine")
-    holder = await bench.reader()
+    holder = await bench.reader(visibility_timeout_s=2)
     message = await holder.one()
+    await holder.adapter.pause()
     other = await bench.reader()
-    # Two and a half times what its visibility lasts.
-    await other.quiet(5.0)
+    # More than twice what its visibility lasts.
+    await other.quiet(4.2)
     assert holder.adapter.owns(message)
     await holder.adapter.ack(message)
     await holder.stop()
-    await other.quiet(2.5)
+    assert await harness.is_empty(bench.queue)
 
 
 @pytest.mark.faults
-async def test_a_message_that_cannot_be_prolonged_is_ours_no_longer(bench: Bench, sqs_server: SqsServer) -> None:
+async def test_a_message_that_cannot_be_prolonged_is_ours_no_longer(
+    bench: Bench, harness: SqsHarness, sqs_server: SqsServer
+) -> None:
     await bench.publish(b"lost")
     async with Proxy(sqs_server.port) as proxy:
-        cut_off = SqsAdapter(connection_to(proxy.port), bench.queue, "readers")
-        await cut_off.connect()
+        cut_off = await bench.adapter(port=proxy.port, visibility_timeout_s=1)
         holder = bench.read(cut_off)
         message = await holder.one()
         proxy.stall()
@@ -178,14 +214,14 @@ async def test_a_message_that_cannot_be_prolonged_is_ours_no_longer(bench: Bench
         await holder.stop()
     assert other.adapter.owns(again)
     await other.adapter.ack(again)
-    await other.quiet(2.5)
+    await other.stop()
+    assert await harness.is_empty(bench.queue)
 
 
 async def test_settled_messages_are_told_once_sqs_is_reached_again(bench: Bench, sqs_server: SqsServer) -> None:
     await bench.publish(*[b"%d" % number for number in range(12)])
     async with Proxy(sqs_server.port) as proxy:
-        adapter = SqsAdapter(connection_to(proxy.port, visibility_timeout_s=20), bench.queue, "readers", prefetch=20)
-        await adapter.connect()
+        adapter = await bench.adapter(port=proxy.port, prefetch=20)
         reader = bench.read(adapter)
         taken = await reader.take(12)
         proxy.refuse = True
@@ -196,7 +232,7 @@ async def test_settled_messages_are_told_once_sqs_is_reached_again(bench: Bench,
         proxy.refuse = False
         await eventually(adapter.health_check)
         await reader.stop()
-    adapter = await bench.adapter()  # type: ignore[assignment]
+    adapter = await bench.adapter()
     await eventually(lambda: equals(adapter.lag, 0))
     await bench.read(adapter).quiet()
 
@@ -207,39 +243,91 @@ async def test_a_standard_queue_carries_the_key_in_a_header(bench: Bench) -> Non
     assert (message.key, message.headers) == ("Schlüssel 1", {"x-event-name": "paid"})
 
 
-async def test_order_per_key_on_a_fifo_queue_of_two_consumers(sqs_server: SqsServer) -> None:
-    harness = SqsHarness(sqs_server.port, fifo=True)
-    bench = Bench(harness, await harness.new_queue())
-    publisher = await bench.publisher()
-    sent = [bench.outgoing(b"%d" % number, key=f"key-{number % 4}") for number in range(60)]
-    assert await publisher.publish(sent) == [None] * 60
+async def test_order_per_key_on_a_fifo_queue_of_two_consumers(fifo_bench: Bench) -> None:
+    publisher = await fifo_bench.publisher()
+    sent = [fifo_bench.outgoing(b"%d" % number, key=f"key-{number % 4}") for number in range(40)]
+    assert await publisher.publish(sent) == [None] * 40
     came: list[RawMessage] = []
 
     async def work(reader: Reader) -> None:
-        while len(came) < 60:
+        while len(came) < 40:
             for message in reader.waiting():
                 came.append(message)
                 await reader.adapter.ack(message)
             await asyncio.sleep(0.01)
 
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-        for _ in range(2):
-            group.create_task(work(await bench.reader(prefetch=4)))
-    assert by_key(came) == {f"key-{key}": [b"%d" % number for number in range(key, 60, 4)] for key in range(4)}
-    await bench.close()
-    await harness.close()
+        for reader in [await fifo_bench.reader(prefetch=4) for _ in range(2)]:
+            group.create_task(work(reader))
+    assert by_key(came) == {f"key-{key}": [b"%d" % number for number in range(key, 40, 4)] for key in range(4)}
 
 
-async def test_the_same_event_published_twice_is_one_message_of_a_fifo_queue(sqs_server: SqsServer) -> None:
-    harness = SqsHarness(sqs_server.port, fifo=True)
-    bench = Bench(harness, await harness.new_queue())
-    await bench.publish(b"once", key="k")
-    await bench.publish(b"once", key="k")
-    reader = await bench.reader()
+async def test_the_same_event_published_twice_is_one_message_of_a_fifo_queue(fifo_bench: Bench) -> None:
+    await fifo_bench.publish(b"once", key="k")
+    await fifo_bench.publish(b"once", key="k")
+    reader = await fifo_bench.reader()
     await reader.handle(1)
     await reader.quiet()
-    await bench.close()
-    await harness.close()
+
+
+async def test_with_a_message_that_is_lost_go_those_behind_it_in_its_group(fifo_bench: Bench) -> None:
+    await fifo_bench.publish(b"1", b"2", b"3", key="late")
+    await fifo_bench.publish(b"4", key="other")
+    reader = await fifo_bench.reader(visibility_timeout_s=2)
+    adapter = reader.adapter
+    assert isinstance(adapter, SqsAdapter)
+    taken = {message.body: message for message in await reader.take(4)}
+    # As if SQS had not answered for long, when it was the first one's turn to be prolonged.
+    adapter._in_hand[taken[b"1"]].prolonged_at -= 1000
+    assert [adapter.owns(taken[body]) for body in (b"1", b"2", b"3", b"4")] == [False, False, False, True]
+    again = await reader.handle(3)
+    assert [message.body for message in again] == [b"1", b"2", b"3"]
+    assert adapter.owns(taken[b"4"])
+
+
+async def test_what_was_lost_is_not_held_on_to(bench: Bench) -> None:
+    await bench.publish(b"lost")
+    reader = await bench.reader(visibility_timeout_s=2)
+    adapter = reader.adapter
+    assert isinstance(adapter, SqsAdapter)
+    message = await reader.one()
+    # As if SQS had not answered for long: whoever has the message drops it now, though SQS would still prolong it.
+    adapter._in_hand[message].prolonged_at -= 1000
+    assert not adapter.owns(message)
+    again = await reader.one()
+    assert (again.message_id, again.deliveries) == (message.message_id, 2)
+    assert [adapter.owns(each) for each in (message, again)] == [False, True]
+
+
+async def test_a_long_poll_is_one_question_and_brings_a_message_at_once(bench: Bench) -> None:
+    adapter = await bench.adapter(wait_time_s=SqsConnection().wait_time_s)
+    assert isinstance(adapter, SqsAdapter)
+    asked = 0
+    ask = adapter._ask
+
+    async def counted(count: int) -> list[dict[str, Any]]:
+        nonlocal asked
+        asked += 1
+        return await ask(count)
+
+    adapter._ask = counted  # type: ignore[method-assign]
+    reader = bench.read(adapter)
+    await reader.quiet(1.0)
+    assert asked == 1
+    for body in (b"one", b"two"):
+        published = monotonic()
+        await bench.publish(body)
+        message = await reader.one()
+        assert message.body == body
+        assert monotonic() - published < 5
+        # While a question waits, the rest of the work goes on: deletions, prolongations, health.
+        await adapter.ack(message)
+        assert await adapter.health_check()
+    assert asked <= 3
+    # One that waits does not hold up the end.
+    ending = monotonic()
+    await reader.stop()
+    assert monotonic() - ending < 5
 
 
 async def test_what_is_too_large_is_refused_and_large_batches_are_divided(bench: Bench) -> None:
@@ -264,14 +352,14 @@ async def test_a_message_that_sqs_refuses_takes_no_other_along(bench: Bench, har
 
 async def test_a_queue_that_is_not_there_is_refused_or_made(harness: SqsHarness, namespace: str) -> None:
     for name in (namespace, f"{namespace}.fifo"):
-        adapter = SqsAdapter(connection_to(harness.port), name, "readers")
+        adapter = harness.adapter(name)
         with pytest.raises(BrokerRefused, match=r"NonExistentQueue|QueueDoesNotExist"):
             await adapter.connect()
         publisher = harness.publisher()
         await publisher.connect()
         (answer,) = await publisher.publish([Outgoing(name, b"1", {})])
         assert isinstance(answer, BrokerRefused)
-        adapter = SqsAdapter(connection_to(harness.port, declare=True), name, "readers")
+        adapter = harness.adapter(name, declare=True)
         await adapter.connect()
         assert await publisher.publish([Outgoing(name, b"1", {})]) == [None]
         await adapter.close()
@@ -287,7 +375,7 @@ async def test_a_refused_message_is_left_to_the_redrive_policy(bench: Bench, har
     url = await client.url_of(bench.queue)
     await client.call("set_queue_attributes", QueueUrl=url, Attributes={"RedrivePolicy": policy})
     await bench.publish(b"poison")
-    reader = await bench.reader()
+    reader = await bench.reader(visibility_timeout_s=1)
     message = await reader.one()
     await reader.adapter.nack(message)
     assert not reader.adapter.owns(message)
@@ -356,3 +444,30 @@ def test_whatever_is_written_is_read(body: bytes, headers: dict[str, str], key: 
 
 def test_dead_letters_have_a_name_that_sqs_allows() -> None:
     assert (dlq_of("orders"), dlq_of("orders.fifo")) == ("orders-dlq", "orders-dlq.fifo")
+
+
+async def test_a_message_as_large_as_may_be_becomes_a_dead_letter(bench: Bench) -> None:
+    """Without its story, for which there is no room."""
+    body = b"x" * (SqsConnection().max_message_bytes - 10)
+    await bench.publish(body)
+    reader = await bench.reader()
+    await reader.adapter.send_to_dlq(await reader.one(), "too bad", ["try 1"])
+    letter = await (await bench.dead_letters()).one()
+    assert letter.body == body
+
+
+async def test_a_call_that_ends_in_an_unknown_way_is_made_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = await bench.adapter()
+    assert isinstance(adapter, SqsAdapter)
+    library = adapter._client._client
+    receive, failures = library.receive_message, [RuntimeError("a mistake")]
+
+    async def flaky(**arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await receive(**arguments)
+
+    monkeypatch.setattr(library, "receive_message", flaky)
+    await bench.publish(b"one")
+    assert (await bench.read(adapter).one()).body == b"one"
+    assert not failures

@@ -154,6 +154,19 @@ def test_the_relay_as_a_process(shell: Shell, redis_url: str, namespace: str) ->
         assert relay.logged("relay ended")
 
 
+def test_the_relay_takes_an_apps_targets(shell: Shell, redis_url: str, namespace: str) -> None:
+    shell.run("submit", "add", '{"a": 1}')
+    write(file_of(shell), Event(topic=f"{namespace}:orders", payload=1))
+    targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
+    (file_of(shell).parent / "targets.py").write_text(
+        f"from holdfast import Holdfast\n\napp = Holdfast(outbox_targets={targets!r})\n"
+    )
+    with shell.start("outbox", "relay", "targets.py:app") as relay:
+        relay.wait_log("destinations default, holdfast")
+        eventually(lambda: [event["status"] for event in shell.json("outbox", "list")] == ["SENT"], what="it is sent")
+        assert relay.end() == 0
+
+
 @pytest.mark.parametrize("words", [("upkeep",), ("dev", "sample.py:app"), ("worker", "sample.py:app")])
 def test_other_processes_relay_too(shell: Shell, redis_url: str, namespace: str, words: Any) -> None:
     shell.run("submit", "add", '{"a": 1}')

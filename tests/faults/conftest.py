@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.brokers.kafka_server import kafka_server as kafka_server
-from tests.brokers.kafka_server import make_kafka as make_kafka
-from tests.brokers.rabbitmq_server import make_rabbitmq as make_rabbitmq
-from tests.brokers.rabbitmq_server import rabbitmq_server as rabbitmq_server
 from tests.faults import sample
 from tests.faults.support import Site
 

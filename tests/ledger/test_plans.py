@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -145,12 +145,11 @@ class Plans(PostgresStore):
 
 
 @pytest.fixture(scope="module")
-def filled(postgres_server: PostgresServer) -> Iterator[str]:
+def filled(postgres_server: PostgresServer, make_postgres_database: Callable[[], str]) -> str:
     """One ledger for all plans: large enough that reading a table whole does not pay."""
-    postgres_server.execute("CREATE DATABASE plans TEMPLATE holdfast_template")
-    postgres_server.execute(_FILL, "plans")
-    yield postgres_server.url_of("plans")
-    postgres_server.execute("DROP DATABASE plans WITH (FORCE)")
+    url = make_postgres_database()
+    postgres_server.execute(_FILL, url.rpartition("/")[2])
+    return url
 
 
 @pytest.fixture

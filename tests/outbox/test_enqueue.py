@@ -32,6 +32,7 @@ from holdfast.ledger.outbox_store import HOLDFAST, OutboxEvent, Status, lane_of
 from holdfast.outbox.enqueue import envelope_of, row_of
 from holdfast.testing import drain, inline
 from holdfast.upkeep.relaying import Relaying, relaying
+from tests.outbox import support
 from tests.outbox.support import until
 
 
@@ -258,6 +259,61 @@ async def test_an_engine_that_is_away_is_waited_for(app: Holdfast, monkeypatch: 
         assert await job.result(timeout=20) == 42
 
 
+async def test_one_that_the_engine_cannot_take_holds_up_no_other(
+    app: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with transaction(app) as connection:
+        jobs = [await double(app).options(connection=connection).submit(number) for number in range(4)]
+        await connection.execute("UPDATE outbox_events SET lane = 7")
+    real, poison = app.engine.submit, jobs[1].id
+
+    async def submit(envelopes: Any) -> Any:
+        if any(envelope.job_id == poison for envelope in envelopes):
+            raise OverflowError("no engine has numbers like this")
+        return await real(envelopes)
+
+    monkeypatch.setattr(app.engine, "submit", submit)
+    async with at_work(app):
+        for number in (0, 2, 3):
+            assert await jobs[number].result(timeout=20) == 2 * number
+    assert app.outbox_port is not None
+    event = await (await app.outbox_port.open()).get("default", poison)
+    assert event is not None
+    assert event.status in (Status.RETRYING, Status.DEAD)
+    assert "OverflowError" in event.last_error
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"topic": "a b"}, "topic"),
+        ({"topic": "ö" * 101}, "200"),
+        ({"tenant_id": "{x}"}, "tenant"),
+        ({"payload": '{"task": "f", "payload": {}, "idempotency_key": "%s"}' % ("k" * 1_001)}, "1000"),
+        ({"payload": '{"task": "f", "payload": {}, "idempotency_key": "a\\u0000b"}'}, "zero bytes"),
+        ({"payload": '{"task": "f", "payload": {}, "trace_id": "%s"}' % ("k" * 1_001)}, "trace_id"),
+    ],
+)
+def test_what_a_submission_would_refuse_is_no_job(changed: dict[str, Any], told: str) -> None:
+    row: dict[str, Any] = {"topic": "mail", "tenant_id": "acme", "payload": '{"task": "f", "payload": {}}', **changed}
+    event = OutboxEvent(
+        id="e",
+        destination=HOLDFAST,
+        key="",
+        headers={},
+        status=Status.NEW,
+        attempt_count=0,
+        next_retry_at_ms=None,
+        last_error="",
+        created_at_ms=1,
+        sent_at_ms=None,
+        position=1,
+        **row,
+    )
+    with pytest.raises(InvalidPayload, match=told):
+        envelope_of(event)
+
+
 async def test_what_is_no_job_is_dead(app: Holdfast) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
@@ -281,6 +337,28 @@ async def test_a_program_in_another_language(app: Holdfast) -> None:
     async with at_work(app):
         await until(lambda: is_there(app, "mail", "from-elsewhere"))
         assert await app.job("from-elsewhere", "mail").result(timeout=20) == 10
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_the_outbox_in_a_database_of_its_own(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """The user's, apart from engine and ledger: the relay reads there, and the ledger has none of it."""
+    own = request.getfixturevalue("postgres_url") if kind == "postgres" else f"sqlite:///{tmp_path / 'own.db'}"
+    app = Holdfast(f"sqlite:///{tmp_path / 'app.db'}", outbox_url=own, outbox_backoff_base_s=0.02)
+
+    @app.task(queue="mail")
+    async def double(number: int) -> int:
+        return number * 2
+
+    async with app:
+        assert app.outbox_port is not None
+        await app.outbox_port.open()
+        async with support.transaction(own) as connection:
+            job = await double.options(connection=connection).submit(4)
+        async with at_work(app):
+            assert await job.result(timeout=20) == 8
+            await until(lambda: is_sent(app))
+        assert app.ledger_port is not None
+        assert await app.ledger_port.outbox.find(None) == []
 
 
 async def test_inline_mode_runs_it_at_once(app: Holdfast) -> None:

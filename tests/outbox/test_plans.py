@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from holdfast.ledger.acts.outbox import STEPS, WINDOW, window_for
+from holdfast.ledger.acts.outbox import BATCH_BYTES, STEPS, WINDOW, window_for
 from holdfast.ledger.ledgers import PostgresLedger
 from holdfast.ledger.outbox_store import lane_of
 from holdfast.ledger.postgres import outbox_statements as sql
@@ -68,9 +68,9 @@ async def test_what_is_behind_a_line_that_waits_is_found_in_few_steps(ledger: Po
     lease = timedelta(seconds=60)
     assert await rows_read(ledger, sql.TAKE, "me", ["kafka"], lease, True, WINDOW, 64, []) < few
     window = window_for(100, 1)
-    assert await rows_read(ledger, sql.DUE, "me", [LANE], ["kafka"], 100, True, window) < few
+    assert await rows_read(ledger, sql.DUE, "me", [LANE], ["kafka"], 100, True, window, BATCH_BYTES) < few
     begin = ([LANE], [""], [""], [""])
-    assert await rows_read(ledger, sql.WALK, *begin, STEPS, ["kafka"], True, 100, 100) < few
+    assert await rows_read(ledger, sql.WALK, *begin, STEPS, ["kafka"], True, 100, 100, BATCH_BYTES) < few
     assert await rows_read(ledger, sql.WALK_LANES, *begin, STEPS, ["kafka"], True, 1, STEPS) < few
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from holdfast.outbox.relay import Relay, judge
 from holdfast.outbox.targets import Answer, Failed, Outlet, Sent, outlets
 from holdfast.outbox.writing import Event
 from holdfast.settings import Settings
-from tests.outbox.support import World, until
+from tests.outbox.support import World, transaction, until
 
 MakeWorld = Callable[..., Any]
 
@@ -222,14 +223,89 @@ async def is_retrying(world: World, at_least: int) -> bool:
     return len(await world.events(status=Status.RETRYING)) >= at_least
 
 
-async def test_an_unknown_destination_is_told_the_known_ones(world: World) -> None:
-    await world.write(Event(topic="t", payload=1, destination="mars"))
+async def test_an_unknown_destination_is_told_of_and_left_to_those_who_know_it(
+    make_world: MakeWorld, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, other = await make_world(), await make_world()
+    targets = {"mars": {"type": "memory", "connection": {"name": namespace}}}
+    knows = other.app.settings.model_copy(update={"outbox_targets": outbox_targets(targets)})
     async with world.relay():
-        await until(lambda: world.all_are(Status.RETRYING))
+        await world.write(Event(topic="orders", payload=1, destination="mars"))
+        await until(lambda: "'mars'" in caplog.text)
+        assert "knows only default" in caplog.text
         (event,) = await world.events()
-    assert "'mars'" in event.last_error
-    assert "default" in event.last_error
-    assert "outbox_targets" in event.last_error
+        assert (event.status, event.attempt_count) == (Status.NEW, 0)
+        async with other.relay(knows):
+            await until(lambda: world.all_are(Status.SENT))
+    assert world.bodies() == [1]
+
+
+def outbox_targets(targets: dict[str, Any]) -> Any:
+    return Settings(url="sqlite://", outbox_targets=targets).outbox_targets
+
+
+class Spy:
+    """A store, and how often it was asked."""
+
+    def __init__(self, store: OutboxStore) -> None:
+        self._store = store
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._store, name)
+
+
+async def test_what_another_relay_is_at_is_not_asked_for_all_the_time(world: World) -> None:
+    await world.write(Event(topic="orders", key="k", payload=1))
+    (event,) = await world.events()
+    store = await world.store()
+    lanes = await store.take_lanes("another", ["default"], 64, 60_000)
+    mark = Mark(tenant_id=event.tenant_id, id=event.id, status=Status.RETRYING, attempt_count=1, next_retry_at_ms=1)
+    assert await store.mark("another", lanes, [mark])
+    spy: Any = Spy(store)
+    relay = Relay(spy, outlets(world.app.settings, None), world.app.settings, Counts())
+    running = asyncio.create_task(relay.run())
+    await asyncio.sleep(1.5)
+    assert 0 < spy.calls["take_lanes"] < 25, spy.calls
+    await store.release("another")
+    await until(lambda: world.all_are(Status.SENT))
+    relay.stop()
+    await running
+
+
+async def test_a_flight_that_fails_is_not_tried_again_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.write(Event(topic="orders", key="k", payload=1))
+    store = await world.store()
+    tries: list[float] = []
+
+    async def due(*_: Any, **__: Any) -> Any:
+        tries.append(time.monotonic())
+        raise RuntimeError("a row that cannot be read")
+
+    monkeypatch.setattr(store, "due", due)
+    async with world.relay():
+        await asyncio.sleep(2)
+    assert len(tries) < 12, len(tries)
+    monkeypatch.undo()
+    async with world.relay():
+        await until(lambda: world.all_are(Status.SENT))
+
+
+async def test_rows_that_cannot_be_read_stop_no_others(world: World) -> None:
+    await world.write(*[Event(topic="orders", payload=number) for number in range(4)])
+    _, deep, odd, _ = await world.events()
+    async with transaction(world.url) as connection:
+        await connection.execute("UPDATE outbox_events SET lane = 7")
+        await connection.execute(f"UPDATE outbox_events SET payload = '{'[' * 20_000}' WHERE id = '{deep.id}'")
+        late = "9223372036854775" if world.url.startswith("sqlite:") else "'infinity'"
+        await connection.execute(f"UPDATE outbox_events SET created_at = {late} WHERE id = '{odd.id}'")
+    async with world.relay():
+        await until(lambda: len(world.bodies()) >= 2 and world.bodies()[-1] == 3)
+    store = await world.store()
+    lost = await store.get("default", deep.id)
+    assert lost is not None
+    assert lost.status is Status.DEAD
 
 
 class Slow(Outlet):

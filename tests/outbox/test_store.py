@@ -51,6 +51,27 @@ async def test_the_limit_takes_the_first_of_every_key(rig: Rig) -> None:
     assert await rig.due(limit=50) == [f"e{number:03}" for number in range(50)]
 
 
+async def test_a_batch_is_no_larger_than_memory_bears(rig: Rig) -> None:
+    await rig.write(*[Written(id=f"e{number}", key=f"k{number % 2}") for number in range(6)])
+    size = 7 * 1024 * 1024
+    text = f"'\"' || {'repeat' if rig.kind == 'postgres' else 'printf'}"
+    text += f"('x', {size})" if rig.kind == "postgres" else f"('%.*c', {size}, 'x')"
+    # RETURNING: the rig reads what a statement gives.
+    await rig.run(f"UPDATE outbox_events SET payload = {text} || '\"' RETURNING id")
+    assert await rig.due() == ["e0", "e1", "e2"]
+    await rig.run(f"UPDATE outbox_events SET payload = {text.replace(str(size), str(3 * size))} || '\"' RETURNING id")
+    assert await rig.due() == ["e0"]
+
+
+async def test_an_event_in_a_lane_that_nobody_looks_into_is_refused(rig: Rig) -> None:
+    for lane in (-1, 64):
+        with pytest.raises(Exception, match="known_lane"):
+            await rig.run(
+                "INSERT INTO outbox_events (id, destination, topic, lane, payload, created_at) "
+                f"VALUES ('e', 'kafka', 't', {lane}, '1', {'now()' if rig.kind == 'postgres' else '1'}) RETURNING id"
+            )
+
+
 async def test_one_that_waits_for_its_next_try_holds_up_its_key_only(rig: Rig) -> None:
     await rig.write(
         Written(id="head", key="a", status=Status.RETRYING, retry_in_ms=WAITS),
@@ -419,7 +440,7 @@ async def test_rows_of_other_programs_are_read(rig: Rig) -> None:
     lane = lane_of("kafka", "orders", None, "x")
     rows: list[tuple[Any, ...]] = [
         ("default", str(number), "kafka", "orders", None, lane, "{}", headers, "NEW", 0, None, 1_000, None)
-        for number, headers in enumerate([None, "", "nonsense", "[1]", '{"a": 1, "b": "two"}'])
+        for number, headers in enumerate([None, "", "nonsense", "[" * 100_000, '{"a": 1, "b": "two"}'])
     ]
     await rig.insert(rows)
     events = await rig.due_events()

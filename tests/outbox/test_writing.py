@@ -13,6 +13,7 @@ import asyncpg
 import msgspec
 import pytest
 from sqlalchemy import create_engine, text
+from sqlalchemy.event import listens_for
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -269,6 +270,38 @@ async def test_what_would_commit_by_itself_is_refused(postgres_url: str, tmp_pat
         with pytest.raises(UsageError, match="AUTOCOMMIT"):
             await outbox.add(session, "t", payload=1)
     await engine.dispose()
+    changed = create_async_engine(sqlalchemy_url(postgres_url))
+    async with changed.connect() as auto:
+        await auto.execution_options(isolation_level="AUTOCOMMIT")
+        with pytest.raises(UsageError, match="AUTOCOMMIT"):
+            await outbox.add(auto, "t", payload=1)
+    await changed.dispose()
+    blocking = create_engine(f"sqlite:///{tmp_path / 'x.db'}", isolation_level="AUTOCOMMIT")
+    with Session(blocking) as session, pytest.raises(UsageError, match="in no transaction"):
+        outbox.add_sync(session, "t", payload=1)
+    blocking.dispose()
+
+
+@pytest.mark.parametrize("commit", [True, False])
+async def test_sqlalchemy_that_begins_by_hand(tmp_path: Path, commit: bool) -> None:
+    """As SQLAlchemy's own manual wants it for savepoints on SQLite: the driver begins nothing, an event does."""
+    async with Holdfast(f"sqlite:///{tmp_path / 'app.db'}") as app:
+        await waiting(app)
+        engine = create_engine(f"sqlite:///{tmp_path / 'app.db'}")
+
+        @listens_for(engine, "connect")
+        def _(connection: Any, _: Any) -> None:
+            connection.isolation_level = None
+
+        @listens_for(engine, "begin")
+        def _(connection: Any) -> None:
+            connection.exec_driver_sql("BEGIN")
+
+        with engine.connect() as connection:
+            app.outbox.add_sync(connection, "orders", payload={"n": 1})
+            connection.commit() if commit else connection.rollback()
+        engine.dispose()
+        assert await waiting(app) == int(commit)
 
 
 @pytest.mark.parametrize(

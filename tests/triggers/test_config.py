@@ -41,6 +41,7 @@ def test_the_defaults_are_those_of_the_requirements() -> None:
         "event_name_header": "x-event-name",
         "dedup_header": "x-dedup-key",
         "tenant_header": "x-tenant-id",
+        "tenants": None,
         "focus": None,
         "dlq_name": None,
         "prefetch": 10,

@@ -268,3 +268,42 @@ async def test_the_ledger_away_and_back(make_postgres: Any, redis_url: str, name
             server.start()
             await rig.off(2)
         assert runtime.messages == [1, 2]
+
+
+async def test_what_has_run_is_known_even_if_its_message_is_lost_while_the_store_is_away() -> None:
+    """Else whoever gets the message next would run it again."""
+    dedup = _Flaky()
+    dedup.done_down = True
+    rig = Rig(Recorder(), dedup=dedup)
+    rig.write(1, dedup_key="k")
+    async with rig.trigger:
+        await until(lambda: rig.trigger.state is TriggerState.HOLDING)
+        rig.broker.lose_connections()
+        dedup.done_down = False
+        await rig.off(1)
+    assert rig.counts.calls == 1
+    assert [row.status.value for row in rig.rows] == ["duplicate"]
+
+
+async def test_what_has_run_is_known_even_if_the_trigger_stops_while_the_store_is_away() -> None:
+    dedup = _Flaky()
+    dedup.done_down = True
+    rig = Rig(Recorder(), dedup=dedup, sleep=lambda _: asyncio.sleep(60))
+    rig.write(1, dedup_key="k")
+    async with rig.trigger:
+        await until(lambda: rig.trigger.state is TriggerState.HOLDING)
+        dedup.done_down = False
+    assert await dedup.begin("default", "orders:workers:k", "m") == Known("run-1")
+
+
+async def test_after_an_outage_that_was_only_warned_of_no_duplicate_waits_for_ever(effects: Effects) -> None:
+    class Away(LedgerDedup):
+        async def done(self, ticket: Ticket, run_id: str, window_ms: int) -> None:
+            raise LedgerUnavailable("away")
+
+    dedup = Away(effects, "orders")
+    rig = Rig(Recorder(), dedup=dedup, dedup_down="warn")
+    rig.write(1, dedup_key="k")
+    rig.write(2, dedup_key="k")
+    await rig.run(2)
+    assert rig.counts.calls == 2

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from holdfast import AskPeople, Deny, Fatal, Unavailable
 from holdfast.brokers.memory import MemoryBroker
+from holdfast.brokers.port import RawMessage
 from holdfast.clock import SystemClock
 from holdfast.errors import BrokerUnavailable, IntakeRefused, InvalidOption, UsageError
 from holdfast.guard.decision import Decision, GuardRequest
@@ -117,6 +119,21 @@ async def test_a_dead_letter_that_cannot_be_written_is_tried_until_it_can() -> N
         await rig.off(1)
     assert (refused, len(rig.dead), rig.counts.dead_letters) == (4, 1, 1)
     assert len(rig.slept) == 3
+
+
+async def test_a_reason_that_no_broker_could_encode_is_cleaned() -> None:
+    """A file's name that is no UTF-8, say: else the dead letter could never be written."""
+
+    def act(_: Mapping[str, Any]) -> str:
+        raise ValueError("cannot open \udcff\0.txt")
+
+    rig = Rig(Recorder(act), max_retries=0)
+    rig.write(1)
+    await rig.run(1)
+    (letter,) = rig.dead
+    for name in ("x-dead-reason", "x-dead-history"):
+        assert b"cannot open" in letter.headers[name].encode()
+        assert "\0" not in letter.headers[name]
 
 
 async def test_what_is_somebody_elses_by_now_is_dropped() -> None:
@@ -556,6 +573,33 @@ async def test_resume_by_people_does_not_end_an_outage() -> None:
         assert rig.adapter.pauses == ["pause"]
 
 
+async def test_a_client_that_cancels_its_own_calls_stops_nothing() -> None:
+    """Some libraries do that to what is under way when a connection goes."""
+    rig = Rig(Recorder(), max_retries=0)
+    consume, send = rig.adapter.consume, rig.adapter.send_to_dlq
+    cancel = {"consume", "send"}
+
+    async def flaky_consume() -> AsyncIterator[RawMessage]:
+        if "consume" in cancel:
+            cancel.remove("consume")
+            raise asyncio.CancelledError
+        async for message in consume():
+            yield message
+
+    async def flaky_send(*args: Any) -> None:
+        if "send" in cancel:
+            cancel.remove("send")
+            raise asyncio.CancelledError
+        await send(*args)
+
+    rig.adapter.consume = flaky_consume  # type: ignore[method-assign]
+    rig.adapter.send_to_dlq = flaky_send  # type: ignore[method-assign,assignment]
+    rig.write(b"{")
+    await rig.run(1)
+    assert len(rig.dead) == 1
+    assert rig.counts.active_workers == 0
+
+
 async def test_a_consumer_that_fails_is_begun_again() -> None:
     rig = Rig(Recorder())
     consume, failed = rig.adapter.consume, False
@@ -649,3 +693,29 @@ async def test_one_bad_row_does_not_keep_the_others_out(caplog: pytest.LogCaptur
     await rig.run(3)
     assert len(picky.rows) == 2
     assert rig.counts.records_lost == 1
+
+
+@pytest.mark.parametrize(("policy", "word"), [("ack", "ack"), ("dlq", "dlq")])
+async def test_a_trigger_of_some_tenants_acts_and_records_for_nobody_else(policy: str, word: str) -> None:
+    runtime = Recorder()
+    rig = Rig(runtime, tenants=["acme", "zoo"], ack_policy=policy)
+    rig.write(1, tenant_id="victim")
+    rig.write(2, tenant_id="zoo")
+    rig.write(3)
+    rig.write(b"{", tenant_id="victim")
+    await rig.run(4)
+    assert [(context["message"], tenant) for _, context, _, tenant in runtime.calls] == [(2, "zoo"), (3, "acme")]
+    assert rig.adapter.words[0] == word
+    assert sorted((row.tenant_id, row.status.value) for row in rig.rows) == [
+        ("acme", "rejected"),
+        ("acme", "success"),
+        ("acme", "unparsable"),
+        ("zoo", "success"),
+    ]
+    assert any("tenant victim is none of this trigger's tenants" in row.error_message for row in rig.rows)
+
+
+@pytest.mark.parametrize("tenants", [[], ["with blank"], [""]])
+def test_tenants_that_cannot_be_are_refused(tenants: list[str]) -> None:
+    with pytest.raises(ValidationError):
+        TriggerConfig(queue_name="q", consumer_group="g", tenants=tenants)

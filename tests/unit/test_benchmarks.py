@@ -5,30 +5,38 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
+from typing import cast
 
 import pytest
+from rich.console import Console
 
-from benchmarks.model import OURS_LEDGER, PGQUEUER, Results
-from benchmarks.options import CORE, LEDGER, SERVICE, parse
+from benchmarks import report
+from benchmarks.model import FASTSTREAM, FASTSTREAM_PUSH, OURS_LEDGER, PGQUEUER, Results
+from benchmarks.options import CORE, LEDGER, MESSAGES, SERVICE, parse
 from benchmarks.page import page
 from benchmarks.peers.field import FIELD
 from benchmarks.peers.venv import PEERS
 from benchmarks.run import STAGES as RUN_STAGES
+from benchmarks.sides.channel import watched
 from benchmarks.stages.audited import Audited
+from benchmarks.stages.consume import ConsumeKafka
+from benchmarks.stages.stage import Stage
 from benchmarks.usage import tree_cpu_s
 
 
 @pytest.mark.parametrize(
     ("arguments", "stages"),
     [
-        ([], (*CORE, *LEDGER[:-1], *SERVICE)),
-        (["--full"], (*CORE, *LEDGER, *SERVICE)),
+        ([], (*CORE, *LEDGER[:-1], *SERVICE, *MESSAGES)),
+        (["--full"], (*CORE, *LEDGER, *SERVICE, *MESSAGES)),
         (["--only", "core"], CORE),
         (["--only", "ledger"], LEDGER[:-1]),
         (["--only", "ledger", "--full"], LEDGER),
         (["--only", "history"], ("history",)),
         (["--only", "durable,drain"], ("drain", "durable")),
+        (["--only", "messages"], ("kafka", "rabbitmq", "outbox", "delay")),
     ],
 )
 def test_the_long_stage_runs_when_it_is_asked_for(arguments: list[str], stages: tuple[str, ...]) -> None:
@@ -45,13 +53,13 @@ def test_a_mistake_ends_the_program(arguments: list[str]) -> None:
 
 
 def test_peers_can_be_chosen() -> None:
-    assert parse([]).peers == tuple(PEERS) == tuple(peer.name for peer in FIELD)
+    assert parse([]).peers == tuple(PEERS) == (*(peer.name for peer in FIELD), "faststream")
     assert parse(["--peers", "none"]).peers == ()
     assert parse(["--peers", "pgqueuer"]).peers == ("pgqueuer",)
 
 
 def test_every_stage_can_be_run() -> None:
-    assert set(RUN_STAGES) == {*CORE, *LEDGER, *SERVICE}
+    assert set(RUN_STAGES) == {*CORE, *LEDGER, *SERVICE, *MESSAGES}
 
 
 def test_the_page_has_medians_and_ratios() -> None:
@@ -63,6 +71,24 @@ def test_the_page_has_medians_and_ratios() -> None:
     text = page([results])
     assert "| until all is recorded, jobs/s | 12,000 | 10,000 |" in text
     assert "| until all is recorded, × pgqueuer | 1.20 | 1.00 |" in text
+
+
+def test_a_consumer_is_compared_with_both_of_faststreams() -> None:
+    results = Results("2026-11-15T12:00:00+00:00", {}, {})
+    for side, rate in ((OURS_LEDGER, 9_000), (FASTSTREAM, 6_000), (FASTSTREAM_PUSH, 3_000)):
+        results.add("kafka", side, 1, rate)
+    results.summarise(ConsumeKafka.measures)
+    console = Console(width=120, record=True, file=StringIO())
+    report.print_tables(console, results, [cast(Stage, ConsumeKafka)])
+    ours = next(line for line in console.export_text().splitlines() if OURS_LEDGER in line)
+    assert ours.split()[-4:] == ["9,000", "9,000", "1.50", "3.00"]
+
+
+async def test_what_is_watched_is_measured_from_the_first_that_is_done() -> None:
+    counts = iter([0, 0, 10, 40, 110])
+    answer = await watched(lambda: next(counts), 110)
+    assert answer["rate"] > 0
+    assert next(counts, None) is None
 
 
 def test_cpu_of_ended_children_is_counted() -> None:

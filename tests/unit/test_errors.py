@@ -76,6 +76,8 @@ def test_every_error_has_a_code_of_its_own() -> None:
 def test_the_codes_are_these_and_stay_these() -> None:
     assert {kind.__name__: kind.code for kind in ALL} == {
         "HoldfastError": "HOLDFAST_ERROR",
+        "BrokerUnavailable": "BROKER_UNAVAILABLE",
+        "BrokerRefused": "BROKER_REFUSED",
         "UsageError": "USAGE_ERROR",
         "UnknownTask": "UNKNOWN_TASK",
         "DuplicateTask": "DUPLICATE_TASK",

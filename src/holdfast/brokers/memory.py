@@ -7,7 +7,6 @@ trigger, an outbox and a test meet at the same one. Clients of one broker may li
 from __future__ import annotations
 
 import asyncio
-import json
 from bisect import insort
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import ClassVar, Final, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from holdfast.brokers.letters import dead_headers
 from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
 from holdfast.errors import BrokerUnavailable
 
@@ -253,13 +253,8 @@ class MemoryAdapter(QueueAdapter):
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
         if not self.owns(message):
             return
-        added = {
-            "x-dead-reason": reason,
-            "x-dead-history": json.dumps(list(history), ensure_ascii=False),
-            "x-dead-source": self.queue_name,
-            "x-dead-message-id": message.message_id,
-        }
-        self._broker.publish(Outgoing(self._dlq_name, message.body, {**message.headers, **added}, message.key))
+        headers = dead_headers(message, self.queue_name, reason, history)
+        self._broker.publish(Outgoing(self._dlq_name, message.body, headers, message.key))
         await self.ack(message)
 
     def owns(self, message: RawMessage) -> bool:

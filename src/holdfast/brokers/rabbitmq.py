@@ -25,6 +25,7 @@ from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
 from holdfast.brokers.rabbitmq_link import TROUBLES, ConsumerLink, Link, translated, unchained
 from holdfast.brokers.rabbitmq_link import RabbitConnection as RabbitConnection
 from holdfast.brokers.rabbitmq_messages import dead_letter, publish, raw_message
+from holdfast.cancelling import was_cancelled
 from holdfast.core.backoff import Backoff
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 
@@ -67,7 +68,11 @@ class RabbitAdapter(QueueAdapter):
         self._closed = False
 
     async def connect(self) -> None:
-        self._link = await self._open()
+        link = await self._open()
+        if self._closed:
+            await link.close()
+            raise BrokerUnavailable("closed while it was connecting")
+        self._link = link
         self._keeper = asyncio.create_task(self._keep(), name=f"rabbitmq-{self.queue_name}")
 
     async def consume(self) -> AsyncIterator[RawMessage]:
@@ -105,10 +110,12 @@ class RabbitAdapter(QueueAdapter):
             return
         link, _ = self._origin[message]
         letter = dead_letter(message, self._dlq_name, self.queue_name, reason, history)
+        # It came from this broker, however large it is.
+        limits = self._settings.model_copy(update={"max_message_bytes": max(1, len(letter.body))})
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._find(link, self._dlq_name)
-                await publish(await link.side(), letter, self._settings, exchange="")
+                await publish(await link.side(), letter, limits, exchange="")
         except TROUBLES as exc:
             raise translated(exc, self._settings) from unchained(exc, self._settings)
         await self.ack(message)
@@ -183,20 +190,29 @@ class RabbitAdapter(QueueAdapter):
         """Have a link, for as long as we live."""
         backoff = Backoff()
         while True:
-            link = self._link
-            assert link is not None
-            await link.lost.wait()
-            _log.warning(
-                "RabbitMQ at %s, queue %s: lost (%s), connecting again",
-                *(self._settings.address, self.queue_name, link.reason),
-            )
-            self._forget(link)
-            if asyncio.get_running_loop().time() - link.opened_at > _GOOD_LINK_S:
-                backoff.reset()
-            await link.close()
-            self._link = await self._open_somehow(backoff)
-            _log.info("RabbitMQ at %s, queue %s: back", self._settings.address, self.queue_name)
-            await self._align_or_leave_it()
+            assert self._link is not None
+            await self._link.lost.wait()
+            try:
+                await self._replace(self._link, backoff)
+            except (Exception, asyncio.CancelledError) as exc:
+                if was_cancelled(exc):
+                    raise
+                # Calls that are under way when a connection goes may end with anything, even as if cancelled.
+                _log.warning("RabbitMQ at %s: %s; trying on", self._settings.address, type(exc).__name__)
+                self._link.fail(exc)
+
+    async def _replace(self, link: ConsumerLink, backoff: Backoff) -> None:
+        _log.warning(
+            "RabbitMQ at %s, queue %s: lost (%s), connecting again",
+            *(self._settings.address, self.queue_name, link.reason),
+        )
+        self._forget(link)
+        if asyncio.get_running_loop().time() - link.opened_at > _GOOD_LINK_S:
+            backoff.reset()
+        await link.close()
+        self._link = await self._open_somehow(backoff)
+        _log.info("RabbitMQ at %s, queue %s: back", self._settings.address, self.queue_name)
+        await self._align_or_leave_it()
 
     async def _open_somehow(self, backoff: Backoff) -> ConsumerLink:
         said = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -13,9 +14,12 @@ from aiormq import Channel, spec
 from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
 
+from holdfast.brokers.letters import dead_headers
 from holdfast.brokers.port import Outgoing, RawMessage
 from holdfast.brokers.rabbitmq_link import RabbitConnection
 from holdfast.errors import BrokerRefused, BrokerUnavailable
+
+_log: Final = logging.getLogger("holdfast.brokers.rabbitmq")
 
 #: The protocol's largest for names.
 _MAX_NAME_BYTES: Final = 255
@@ -29,14 +33,11 @@ _DELIVERY_COUNT: Final = "x-delivery-count"
 
 
 def dead_letter(message: RawMessage, name: str, source: str, reason: str, history: Sequence[str]) -> Outgoing:
-    """The message as it was, with what there is to say about it."""
-    headers = {
-        **message.headers,
-        "x-dead-reason": reason[:_DEAD_TEXT_CHARS],
-        "x-dead-history": _short_history(history),
-        "x-dead-source": source,
-        "x-dead-message-id": message.message_id,
-    }
+    """The message as it was, with what there is to say about it, if there is room."""
+    headers: Mapping[str, str] = dead_headers(message, source, reason, history, limit=_DEAD_TEXT_CHARS)
+    if _size(headers) > _MAX_HEADER_BYTES:
+        _log.warning("message %s has no room for what there is to say of it", message.message_id)
+        headers = message.headers
     return Outgoing(name, message.body, headers, message.key, message.message_id)
 
 
@@ -84,7 +85,7 @@ def _check(message: Outgoing, headers: Mapping[str, str], settings: RabbitConnec
     ]
     if too_long:
         raise BrokerRefused(f"RabbitMQ takes no {too_long[0]} of more than {_MAX_NAME_BYTES} bytes")
-    if sum(len(name.encode()) + len(value.encode()) + 8 for name, value in headers.items()) > _MAX_HEADER_BYTES:
+    if _size(headers) > _MAX_HEADER_BYTES:
         raise BrokerRefused(f"RabbitMQ takes no more than {_MAX_HEADER_BYTES} bytes of headers")
     if len(message.body) > settings.max_message_bytes:
         raise BrokerRefused(
@@ -120,7 +121,8 @@ def raw_message(delivered: DeliveredMessage, settings: RabbitConnection) -> RawM
 
 
 def _invented_id(delivered: DeliveredMessage, delivery: spec.Basic.Deliver, settings: RabbitConnection) -> str:
-    """RabbitMQ gives a message no id of its own: what does not change between two deliveries is what was written."""
+    """RabbitMQ gives a message no id of its own. All that is the same in two deliveries is what was written, and that
+    may be the same in two messages."""
     if settings.without_id == "delivery":
         return secrets.token_hex(16)
     properties = delivered.header.properties
@@ -150,12 +152,5 @@ def _aware(timestamp: Any) -> datetime:
     return timestamp if timestamp.tzinfo else timestamp.replace(tzinfo=UTC)
 
 
-def _short_history(history: Sequence[str]) -> str:
-    """The newest tries, as many as fit."""
-    kept: list[str] = []
-    for line in reversed(history):
-        kept.insert(0, line[:_DEAD_TEXT_CHARS])
-        if len(json.dumps(kept)) > 4 * _DEAD_TEXT_CHARS:
-            kept.pop(0)
-            break
-    return json.dumps(kept, ensure_ascii=False)
+def _size(headers: Mapping[str, str]) -> int:
+    return sum(len(name.encode()) + len(value.encode()) + 8 for name, value in headers.items())

@@ -7,9 +7,9 @@ An entry's field `body` (else `payload`, else `data`) is the body, `key` the key
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from redis.asyncio import Redis
@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, RedisError, ResponseError
 
 from holdfast.brokers.port import RawMessage
+from holdfast.brokers.times import moment
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.observe.redact import redact
 
@@ -72,6 +73,11 @@ class RedisConnection(BaseModel):
         url = self.url.get_secret_value()
         if not url.startswith(_SCHEMES):
             raise ValueError(f"url must begin with one of {', '.join(_SCHEMES)}")
+        try:
+            _ = urlsplit(url).port
+        except ValueError:
+            # Its own words may show the password.
+            raise ValueError("url cannot be read: write special characters of user and password as %XX") from None
         files_given = self.ca_file or self.cert_file or self.key_file or not self.verify
         if files_given and not url.startswith("rediss://"):
             raise ValueError("ca_file, cert_file, key_file and verify are for a url that begins with rediss://")
@@ -108,7 +114,8 @@ REDIS_ERRORS: Final = (RedisError, OSError, TimeoutError)
 
 def translate(exc: Exception) -> BrokerUnavailable:
     """What the caller should know and do."""
-    text = redact(str(exc))
+    # Redis quotes the arguments of a command that it does not know; AUTH may be one.
+    text = redact(str(exc).partition(", with args beginning with")[0])
     if isinstance(exc, ResponseError | AuthenticationError | AuthorizationError):
         for word, advice in _REFUSALS.items():
             if word in text:
@@ -135,7 +142,7 @@ def to_message(
         message_id=name,
         body=b"" if body_field is None else values[body_field],
         headers=headers,
-        timestamp=datetime.fromtimestamp(int(name.partition("-")[0]) / 1000, UTC),
+        timestamp=moment(int(name.partition("-")[0])),
         metadata={**metadata, "entry_id": name},
         key=_text(values.get(_KEY, b"")),
         deliveries=deliveries,
@@ -155,6 +162,18 @@ def to_fields(body: bytes, headers: Mapping[str, str], key: str) -> list[bytes]:
 def pairs(flat: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
     """Names and values in turn, two by two."""
     return zip(flat[::2], flat[1::2], strict=True)
+
+
+def place_of(message: RawMessage) -> tuple[int, int]:
+    """Where in the stream it is."""
+    time, _, sequence = message.message_id.partition("-")
+    return int(time), int(sequence)
+
+
+def after(entry_id: bytes) -> str:
+    """The smallest id after this one."""
+    time, _, sequence = entry_id.decode().partition("-")
+    return f"{time}-{int(sequence) + 1}"
 
 
 def _text(value: bytes) -> str:

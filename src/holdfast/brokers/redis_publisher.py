@@ -25,7 +25,7 @@ class RedisPublisher(Publisher):
         try:
             await self._client.ping()
         except REDIS_ERRORS as exc:
-            raise translate(exc) from exc
+            raise translate(exc) from None
 
     async def publish(self, messages: Sequence[Outgoing]) -> list[BrokerUnavailable | None]:
         answers = _unfit(messages)

@@ -8,7 +8,6 @@ delivery still counts, so a consumer that was thought dead changes nothing any m
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -23,12 +22,15 @@ from typing import Any, Final
 import msgspec
 from redis.exceptions import ResponseError
 
+from holdfast.brokers.letters import dead_headers
 from holdfast.brokers.port import QueueAdapter, RawMessage
 from holdfast.brokers.redis_client import (
     REDIS_ERRORS,
     TAKEN,
     RedisConnection,
+    after,
     pairs,
+    place_of,
     script,
     to_fields,
     to_message,
@@ -106,7 +108,10 @@ class RedisAdapter(QueueAdapter):
             await self._client.ping()
             await self._create_group()
         except REDIS_ERRORS as exc:
-            raise translate(exc) from exc
+            raise translate(exc) from None
+        if self._closed:
+            await self._client.aclose()
+            raise BrokerUnavailable("closed while it was connecting")
         self._connected = True
         self._tasks = [asyncio.create_task(self._renewing())]
 
@@ -114,6 +119,7 @@ class RedisAdapter(QueueAdapter):
         if not self._connected:
             raise BrokerUnavailable("not connected yet: call connect() first")
         fetching = asyncio.create_task(self._fetching())
+        fetching.add_done_callback(lambda _: self._news.set())
         self._tasks.append(fetching)
         try:
             while not self._closed:
@@ -157,13 +163,9 @@ class RedisAdapter(QueueAdapter):
         held = self._held.get(message)
         if held is None or not self.owns(message):
             return
-        headers = {
-            **{name: value for name, value in message.headers.items() if name not in TAKEN},
-            "x-dead-reason": reason,
-            "x-dead-history": json.dumps(list(history), ensure_ascii=False),
-            "x-dead-source": self._stream,
-            "x-dead-message-id": message.message_id,
-        }
+        headers = dead_headers(message, self._stream, reason, history)
+        for name in TAKEN:
+            headers.pop(name, None)
         fields = to_fields(message.body, headers, message.key)
         delete = int(self._connection.delete_acknowledged)
         await self._answered(
@@ -280,7 +282,7 @@ class RedisAdapter(QueueAdapter):
                     wanted += [row["message_id"], row["consumer"], row["times_delivered"]]
             if len(rows) < _PAGE:
                 break
-            start = _after(rows[-1]["message_id"])
+            start = after(rows[-1]["message_id"])
         if not wanted:
             return []
         taken = await self._run("take", round(self._visibility_s * 1000), *wanted[: 3 * room])
@@ -299,8 +301,8 @@ class RedisAdapter(QueueAdapter):
         for held in fresh:
             self._held[held.message] = held
             self._ready.append(held.message)
-        if any(_place(later) < _place(earlier) for earlier, later in pairwise(self._ready)):
-            self._ready = deque(sorted(self._ready, key=_place))
+        if any(place_of(later) < place_of(earlier) for earlier, later in pairwise(self._ready)):
+            self._ready = deque(sorted(self._ready, key=place_of))
         self._news.set()
 
     async def _mend(self, exc: Exception, backoff: Backoff) -> None:
@@ -381,7 +383,7 @@ class RedisAdapter(QueueAdapter):
         try:
             return await call
         except REDIS_ERRORS as exc:
-            raise translate(exc) from exc
+            raise translate(exc) from None
 
 
 async def _ended(*tasks: asyncio.Task[None]) -> None:
@@ -393,15 +395,3 @@ async def _ended(*tasks: asyncio.Task[None]) -> None:
         # Again: a cancellation that meets a timeout inside of the client may be lost.
         _, left = await asyncio.wait(left, timeout=_AGAIN_S)
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _place(message: RawMessage) -> tuple[int, int]:
-    """Where in the stream it is."""
-    time, _, sequence = message.message_id.partition("-")
-    return int(time), int(sequence)
-
-
-def _after(entry_id: bytes) -> str:
-    """The smallest id after this one."""
-    time, _, sequence = entry_id.decode().partition("-")
-    return f"{time}-{int(sequence) + 1}"

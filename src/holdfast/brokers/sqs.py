@@ -3,8 +3,9 @@
 Consumers of a queue share its messages, so a consumer group is the queue itself. Order per key is kept by FIFO queues
 (the key is the message's group); a standard queue promises none.
 
-A message is ours until its visibility ends, by our own clock: whoever cannot prolong it in time has lost it. Deletions
-are sent together; one that does not arrive means that the message comes once more.
+A message is ours until its visibility ends, by our own clock: whoever cannot prolong it in time has lost it, for good,
+and with it what else of its key is in hand, which must not go before it. Deletions are sent together; one that does not
+arrive means that the message comes once more.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from holdfast.brokers.port import QueueAdapter, RawMessage
 from holdfast.brokers.sqs_client import BATCH, SqsClient, dlq_of, is_fifo
 from holdfast.brokers.sqs_client import SqsConnection as SqsConnection
-from holdfast.brokers.sqs_messages import check_size, dead_letter, decoded, encoded
+from holdfast.brokers.sqs_messages import dead_letter, decoded, encoded, size_of
 from holdfast.brokers.sqs_publisher import SqsPublisher as SqsPublisher
 from holdfast.core.backoff import Backoff
 from holdfast.errors import BrokerUnavailable
@@ -27,6 +31,8 @@ from holdfast.errors import BrokerUnavailable
 _log: Final = logging.getLogger("holdfast.brokers.sqs")
 
 _HEALTH_S: Final = 3.0
+#: For so long an end waits for the answers to long questions.
+_FAREWELL_S: Final = 0.3
 #: Between two questions that SQS answers at once, though it has nothing.
 _SHORT_POLL_S: Final = 0.05
 #: Requests with settled messages at the same time.
@@ -64,6 +70,7 @@ class SqsAdapter(QueueAdapter):
         self._settings = connection
         self._prefetch = prefetch
         self._dlq_name = dlq_name or dlq_of(queue_name)
+        self._is_fifo = is_fifo(queue_name)
         self._client = SqsClient(connection)
         self._url = ""
         #: Whether SQS itself puts away what comes too often.
@@ -78,10 +85,13 @@ class SqsAdapter(QueueAdapter):
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._work = asyncio.Event()
+        self._over = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._receivers: list[asyncio.Task[None]] = []
         self._paused = False
         self._closed = False
+        #: Nothing will be settled any more.
+        self._all_settled = False
 
     async def connect(self) -> None:
         await self._client.open()
@@ -94,6 +104,9 @@ class SqsAdapter(QueueAdapter):
             if isinstance(exc, TimeoutError):
                 raise self._client.translated(exc) from None
             raise
+        if self._closed:
+            await self._client.close()
+            raise BrokerUnavailable("closed while it was connecting")
         writers = [self._write_settled() for _ in range(_WRITERS)]
         self._tasks = [asyncio.create_task(work) for work in (self._prolong(), *writers)]
 
@@ -130,7 +143,10 @@ class SqsAdapter(QueueAdapter):
             return
         letter = dead_letter(message, self._dlq_name, self.queue_name, reason, history)
         entry = encoded(letter, fifo=is_fifo(self._dlq_name))
-        check_size(entry, self._settings.max_message_bytes)
+        if size_of(entry) > self._settings.max_message_bytes:
+            # The message itself has been with SQS before, so it fits.
+            _log.warning("message %s has no room for what there is to say of it", message.message_id)
+            entry = encoded(msgspec.structs.replace(letter, headers=message.headers), fifo=is_fifo(self._dlq_name))
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 url = await self._client.url_of(self._dlq_name, declare=self._settings.declare_dlq)
@@ -141,7 +157,10 @@ class SqsAdapter(QueueAdapter):
 
     def owns(self, message: RawMessage) -> bool:
         held = self._in_hand.get(message)
-        return held is not None and self._now() < held.prolonged_at + self._settings.visibility_timeout_s
+        if held is not None and self._is_over(held):
+            self._lose(held)
+            return False
+        return held is not None
 
     async def pause(self) -> None:
         self._paused = True
@@ -167,11 +186,17 @@ class SqsAdapter(QueueAdapter):
         if self._closed:
             return
         self._closed = True
-        for event in (self._news, self._room, self._work):
+        for event in (self._news, self._room, self._over):
             event.set()
+        # A question that is given up may still be answered, to nobody, and what it brings is hidden for a while.
+        if self._receivers:
+            patience_s = _FAREWELL_S if self._settings.wait_time_s else self._settings.timeout_s
+            await asyncio.wait(self._receivers, timeout=patience_s)
         await _end(self._receivers)
         for message in list(self._in_hand):
             self._settle(message, 0)
+        self._all_settled = True
+        self._work.set()
         writers = self._tasks[1:]
         if writers:
             await asyncio.wait(writers, timeout=self._settings.timeout_s)
@@ -197,13 +222,18 @@ class SqsAdapter(QueueAdapter):
                     _log.info("SQS at %s, queue %s: back", self._settings.address, self.queue_name)
                     backoff.reset()
                 if not received and not self._settings.wait_time_s:
-                    await asyncio.sleep(_SHORT_POLL_S)
+                    await self._rest(_SHORT_POLL_S)
             except BrokerUnavailable as exc:
                 if not backoff.failures:
                     _log.warning("%s; trying on", exc)
-                await asyncio.sleep(backoff.next_s())
+                await self._rest(backoff.next_s())
             finally:
                 self._asked_for -= count
+
+    async def _rest(self, seconds: float) -> None:
+        """Until it is time to ask again, or to end."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), seconds)
 
     async def _ask(self, count: int) -> list[dict[str, Any]]:
         answer = await self._client.call(
@@ -249,12 +279,24 @@ class SqsAdapter(QueueAdapter):
         self._room.set()
         return held
 
+    def _lose(self, lost: _Held) -> None:
+        """It will be delivered again, and what comes after it in its group will be, too: not before it."""
+        key = lost.message.key
+        line = [held for held in self._in_hand.values() if held.message.key == key] if self._is_fifo and key else [lost]
+        _log.warning("message %s of %s was not prolonged in time", lost.message.message_id, self.queue_name)
+        for held in line:
+            self._forget(held.message)
+            if not self._is_over(held):
+                held.visible_in_s = 0
+                self._settled.append(held)
+                self._work.set()
+
     async def _write_settled(self) -> None:
         """Tell SQS what was settled, ten at a time. What it does not hear in time comes once more."""
         backoff = Backoff()
         while True:
             if not self._settled:
-                if self._closed:
+                if self._all_settled:
                     return
                 self._work.clear()
                 await self._work.wait()
@@ -302,6 +344,9 @@ class SqsAdapter(QueueAdapter):
         third = self._settings.visibility_timeout_s / 3
         while True:
             await asyncio.sleep(third / 4)
+            for held in list(self._in_hand.values()):
+                if held.message in self._in_hand and self._is_over(held):
+                    self._lose(held)
             due = [held for held in self._in_hand.values() if self._now() - held.prolonged_at >= third * 0.75]
             batches = [due[start : start + BATCH] for start in range(0, len(due), BATCH)]
             for some in range(0, len(batches), _WRITERS):
@@ -320,9 +365,11 @@ class SqsAdapter(QueueAdapter):
         refused = {int(failed["Id"]) for failed in answer.get("Failed", []) if failed.get("SenderFault")}
         later = {int(failed["Id"]) for failed in answer.get("Failed", [])} - refused
         for n, held in enumerate(batch):
-            if n in refused:
-                _log.warning("message %s of %s is no longer ours", held.message.message_id, self.queue_name)
-                self._forget(held.message)
+            if held.message not in self._in_hand:
+                continue
+            if n in refused or self._is_over(held):
+                # Also if SQS has prolonged it: it was not ours for a moment, and whoever asked then has dropped it.
+                self._lose(held)
             elif n not in later:
                 held.prolonged_at = now
 

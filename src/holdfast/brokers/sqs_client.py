@@ -16,7 +16,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
     PartialCredentialsError,
     SSLError,
 )
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.observe.redact import BLOT, redact
@@ -35,7 +35,7 @@ _LATER: Final = ("Throttl", "TooManyRequests", "RequestLimitExceeded", "OverLimi
 class SqsConnection(BaseModel):
     """Where SQS is and who we are to it. Without keys: as this machine is known to AWS (environment, profile, role)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     region: str = "us-east-1"
     #: Another server that speaks SQS; none: AWS itself.
@@ -61,6 +61,13 @@ class SqsConnection(BaseModel):
     max_message_bytes: int = Field(default=262_144, ge=1024)
     #: How long any other answer may take.
     timeout_s: float = Field(default=10.0, gt=0)
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _has_no_credentials(cls, url: str | None) -> str | None:
+        if url is not None and "@" in url:
+            raise ValueError("an address with credentials in it ends up in logs; use access_key and secret_key")
+        return url
 
     @property
     def address(self) -> str:
@@ -155,7 +162,7 @@ class SqsClient:
             raise BrokerUnavailable("not connected: call connect() first")
         try:
             answer: dict[str, Any] = await getattr(self._client, operation)(**arguments)
-        except TROUBLES as exc:
+        except Exception as exc:  # noqa: BLE001 - a task that ended by it would look like a quiet queue
             # Not chained: what botocore says may hold the request with all its headers.
             raise self.translated(exc) from None
         return answer

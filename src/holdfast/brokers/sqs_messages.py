@@ -17,7 +17,9 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import uuid4
 
+from holdfast.brokers.letters import dead_headers
 from holdfast.brokers.port import Outgoing, RawMessage
+from holdfast.brokers.times import moment
 from holdfast.errors import BrokerRefused
 
 KEY: Final = "x-key"
@@ -90,7 +92,7 @@ def decoded(received: Mapping[str, Any], queue: str) -> RawMessage:
         received["MessageId"],
         _decoded_body(received.get("Body", ""), texts.get(_ENCODING, "")),
         headers,
-        datetime.fromtimestamp(int(sent) / 1000, UTC) if sent.isdigit() else datetime.now(UTC),
+        moment(int(sent)) if sent.isdigit() else datetime.now(UTC),
         {"queue": queue, "receipt_handle": received["ReceiptHandle"], **system},
         _unpacked_key(texts.get(KEY)) or ("" if group.startswith(_UNKEYED) else group),
         int(system.get("ApproximateReceiveCount", "1")),
@@ -99,16 +101,7 @@ def decoded(received: Mapping[str, Any], queue: str) -> RawMessage:
 
 def dead_letter(message: RawMessage, name: str, source: str, reason: str, history: Sequence[str]) -> Outgoing:
     """The message as it was, with what there is to say about it."""
-    kept = [line[:_DEAD_TEXT_CHARS] for line in history]
-    while len(json.dumps(kept)) > 4 * _DEAD_TEXT_CHARS:
-        kept.pop(0)
-    headers = {
-        **message.headers,
-        "x-dead-reason": reason[:_DEAD_TEXT_CHARS],
-        "x-dead-history": json.dumps(kept),
-        "x-dead-source": source,
-        "x-dead-message-id": message.message_id,
-    }
+    headers = dead_headers(message, source, reason, history, limit=_DEAD_TEXT_CHARS)
     return Outgoing(name, message.body, headers, message.key, f"dead-{message.message_id}")
 
 

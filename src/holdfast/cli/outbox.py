@@ -126,11 +126,16 @@ async def retry(
     "relay",
     examples=(
         "holdfast outbox relay",
+        "holdfast outbox relay app.main:app",
         "holdfast outbox relay --url redis://127.0.0.1:6379/0 --metrics-port 9102 --log-json",
     ),
 )
 async def relay(
     at: Connection,
+    app: Annotated[
+        str | None,
+        typer.Argument(metavar="APP", help="Take its settings: targets that are named in code.", show_default=False),
+    ] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = LOOPBACK,
     log_json: LogJson = False,
@@ -141,19 +146,19 @@ async def relay(
     Any number may run. SIGTERM or Ctrl-C finishes what is on its way and ends.
     """
     log_to_stderr(log_level, as_json=log_json)
-    async with _app(at) as app:
-        assert app.outbox_port is not None
-        relaying = Relaying(app, app.outbox_port)
+    async with _app(at, app) as holdfast:
+        assert holdfast.outbox_port is not None
+        relaying = Relaying(holdfast, holdfast.outbox_port)
         with on_signals(relaying.stop):
             _log.info("relay started: destinations %s", ", ".join(relaying.destinations))
-            async with metrics(app, metrics_host, metrics_port):
+            async with metrics(holdfast, metrics_host, metrics_port):
                 await relaying.run()
     _log.info("relay ended")
 
 
 @asynccontextmanager
-async def _app(at: Connection) -> AsyncIterator[Holdfast]:
-    app = at.some_app(None)
+async def _app(at: Connection, reference: str | None = None) -> AsyncIterator[Holdfast]:
+    app = at.some_app(reference)
     if app.settings.outbox_url is None:
         ledger_must_exist(app.settings)
     async with app:

@@ -20,6 +20,7 @@ from sqlalchemy import (
 )
 
 from holdfast.ledger.columns import NAME, Instant, metadata, tenant
+from holdfast.ledger.outbox_store import LANES
 
 
 def _only(predicate: str) -> dict[str, Any]:
@@ -52,6 +53,8 @@ outbox_events: Final = Table(
     Column("sent_at", Instant),
     UniqueConstraint("tenant_id", "id", name="by_id"),
     CheckConstraint("status IN ('NEW', 'RETRYING', 'SENT', 'DEAD')", name="known_status"),
+    # No relay looks into others: such an event would never be published.
+    CheckConstraint(f"lane BETWEEN 0 AND {LANES - 1}", name="known_lane"),
     CheckConstraint("(sent_at IS NOT NULL) = (status = 'SENT')", name="sent"),
     CheckConstraint("(next_retry_at IS NOT NULL) = (status = 'RETRYING')", name="next_retry"),
     # Positions of rows that are gone are not given again: their order would be wrong.

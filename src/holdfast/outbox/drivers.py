@@ -94,32 +94,35 @@ def _unfit(connection: Any, *, wanted: str, other: dict[tuple[str, str], Any], i
 
 
 async def _on_async_sqlalchemy(connection: Any, rows: Sequence[Row]) -> None:
-    await connection.execute(*_inserted(connection, rows))
+    await connection.run_sync(_on_sqlalchemy, rows)
+
+
+async def _on_async_scoped_session(sessions: Any, rows: Sequence[Row]) -> None:
+    await _on_async_sqlalchemy(sessions(), rows)
 
 
 def _on_sqlalchemy(connection: Any, rows: Sequence[Row]) -> None:
-    connection.execute(*_inserted(connection, rows))
-
-
-def _inserted(connection: Any, rows: Sequence[Row]) -> tuple[Any, list[dict[str, Any]]]:
     # Whoever has such a connection has loaded SQLAlchemy already.
     from sqlalchemy import func, insert
 
     from holdfast.ledger.message_tables import outbox_events
 
     if hasattr(connection, "get_bind"):
-        bind = connection.get_bind(clause=outbox_events)
-    else:
-        bind = getattr(connection, "sync_connection", connection)
-    # Of the connection, else of the engine that it is from.
-    asked = bind.get_execution_options().get("isolation_level") or bind.dialect._on_connect_isolation_level
-    if asked == "AUTOCOMMIT":
-        raise _commits_by_itself("its isolation_level is AUTOCOMMIT")
-    dialect = bind.dialect.name
-    if dialect not in ("postgresql", "sqlite"):
-        raise UsageError(f"the outbox is for PostgreSQL and SQLite, not for {dialect}")
-    now = func.clock_timestamp() if dialect == "postgresql" else datetime.now(UTC)
-    return insert(outbox_events).values(created_at=now), [msgspec.structs.asdict(row) for row in rows]
+        connection = connection.connection(bind_arguments={"clause": outbox_events})
+    if not connection.in_transaction():
+        # As its first statement would.
+        connection.begin()
+    match connection.dialect.name:
+        case "postgresql":
+            if connection.connection.dbapi_connection.autocommit:
+                raise _commits_by_itself("its isolation_level is AUTOCOMMIT")
+            now: Any = func.clock_timestamp()
+        case "sqlite":
+            _check_sqlite(connection.connection.driver_connection)
+            now = datetime.now(UTC)
+        case other:
+            raise UsageError(f"the outbox is for PostgreSQL and SQLite, not for {other}")
+    connection.execute(insert(outbox_events).values(created_at=now), [msgspec.structs.asdict(row) for row in rows])
 
 
 # asyncpg ---------------------------------------------------------------------------------------------
@@ -154,14 +157,16 @@ def _sqlite_values(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
 
 
 def _check_sqlite(connection: Any) -> None:
-    if connection.isolation_level is None and not connection.in_transaction:
-        raise _commits_by_itself("begin one, with BEGIN IMMEDIATE say: isolation_level is None")
+    # From Python 3.12 on there are two ways to say it.
+    commits = connection.isolation_level is None or getattr(connection, "autocommit", False) is True
+    if commits and not connection.in_transaction:
+        raise _commits_by_itself("begin one, with BEGIN IMMEDIATE say: the connection is in autocommit mode")
 
 
 _ASYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[Row]], Awaitable[None]]]] = {
     ("sqlalchemy", "AsyncConnection"): _on_async_sqlalchemy,
     ("sqlalchemy", "AsyncSession"): _on_async_sqlalchemy,
-    ("sqlalchemy", "async_scoped_session"): _on_async_sqlalchemy,
+    ("sqlalchemy", "async_scoped_session"): _on_async_scoped_session,
     ("asyncpg", "Connection"): _on_asyncpg,
     ("asyncpg", "PoolConnectionProxy"): _on_asyncpg,
     ("aiosqlite", "Connection"): _on_aiosqlite,

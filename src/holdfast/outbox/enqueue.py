@@ -6,13 +6,13 @@ written is plain JSON; programs in other languages write `{"task": …, "payload
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 import msgspec
 
+from holdfast.core.checks import check_name, check_text
 from holdfast.core.job import EMPTY_META, Envelope, Instant, Meta
-from holdfast.errors import InvalidPayload
+from holdfast.errors import InvalidOption, InvalidPayload
 from holdfast.ledger.outbox_store import HOLDFAST, OutboxEvent, lane_of
 from holdfast.outbox.drivers import Row
 
@@ -34,8 +34,6 @@ class _Job(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fiel
     hold: bool = False
 
 
-#: Names become parts of keys.
-_NAME: Final = re.compile(r"[^\s{}]{1,200}")
 _decoder: Final = msgspec.json.Decoder(_Job)
 
 
@@ -64,16 +62,15 @@ def row_of(envelope: Envelope) -> Row:
 
 
 def envelope_of(event: OutboxEvent) -> Envelope:
-    """The job of this event. Raises `InvalidPayload` for what never becomes one."""
+    """The job of this event. Raises `InvalidPayload` for what never becomes one: the same as a submission refuses."""
     try:
         job = _decoder.decode(event.payload.encode())
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as exc:
+        for what, name in (("task", job.task), ("topic", event.topic), ("id", event.id), ("tenant", event.tenant_id)):
+            check_name(name, f"its {what}")
+        for what, text in (("idempotency_key", job.idempotency_key), ("trace_id", job.trace_id)):
+            check_text(text or None, f"its {what}")
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, InvalidOption) as exc:
         raise InvalidPayload(f"the event is no job: {exc}") from exc
-    for what, name in (("task", job.task), ("topic", event.topic), ("id", event.id), ("tenant", event.tenant_id)):
-        if not _NAME.fullmatch(name) or not name.isprintable():
-            raise InvalidPayload(
-                f"the event is no job: its {what} {name!r} is no name (no blanks, no braces, not long)"
-            )
     payload = bytes(job.payload)
     if payload[:1] not in (b"{", b"["):
         raise InvalidPayload("the event is no job: its payload must be an object or an array of arguments")

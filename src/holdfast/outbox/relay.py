@@ -25,7 +25,7 @@ from holdfast.ledger.outbox_store import Mark, OutboxEvent, OutboxStore, Status
 from holdfast.observe.counts import Counts, OutboxNumbers
 from holdfast.observe.redact import bounded
 from holdfast.outbox.lanes import Held, Lanes
-from holdfast.outbox.targets import Answer, Failed, NoOutlet, Outlet, Sent
+from holdfast.outbox.targets import Answer, Failed, Outlet, Sent
 from holdfast.settings import Settings
 
 _log: Final = logging.getLogger("holdfast.outbox")
@@ -69,11 +69,9 @@ class Relay:
 
     async def run(self) -> None:
         """Relay until stopped; no failure of a store or a broker ends it. Cancelled, it leaves what is on its way."""
-        strangers = _Line(self, (), NoOutlet(self._outlets))
-        self._lines = [*(_Line(self, (name,), outlet) for name, outlet in self._outlets.items()), strangers]
-        loops = [line.run() for line in self._lines]
-        helpers = [asyncio.create_task(each) for each in (self._listen(), self._look(strangers), self._prune())]
-        running = [asyncio.create_task(loop) for loop in loops]
+        self._lines = [_Line(self, name, outlet) for name, outlet in self._outlets.items()]
+        helpers = [asyncio.create_task(each) for each in (self._listen(), self._look(), self._prune())]
+        running = [asyncio.create_task(line.run()) for line in self._lines]
         try:
             await asyncio.gather(*running)
         finally:
@@ -105,12 +103,21 @@ class Relay:
             for line in self._lines:
                 line.wake()
 
-    async def _look(self, strangers: _Line) -> None:
-        """Events for destinations that nobody here knows are told so, rather than left to wait in silence."""
+    async def _look(self) -> None:
+        """Tell of events for destinations that this relay does not know. They are left as they are: another relay may
+        serve them, or this one once it is told where they are."""
+        told: set[str] = set()
         while True:
             try:
-                waiting = await self._store.destinations()
-                strangers.serve(tuple(name for name in waiting if name not in self._outlets))
+                unknown = {name for name in await self._store.destinations() if name not in self._outlets}
+                for name in sorted(unknown - told):
+                    _log.warning(
+                        "events wait for the destination %r, and this relay knows only %s; "
+                        "name it in outbox_targets (HOLDFAST_OUTBOX_TARGETS), unless another relay serves it",
+                        name,
+                        ", ".join(sorted(self._outlets)) or "none",
+                    )
+                told = unknown
             except LedgerUnavailable as exc:
                 _log.debug("destinations could not be looked for: %s", exc)
             except Exception:  # noqa: BLE001 - top of a loop
@@ -133,7 +140,7 @@ class Relay:
 class _Line:
     """The loop of one destination: several flights, none over the same lanes as another."""
 
-    def __init__(self, relay: Relay, destinations: tuple[str, ...], outlet: Outlet) -> None:
+    def __init__(self, relay: Relay, destination: str, outlet: Outlet) -> None:
         self._store = relay._store
         self._relay = relay.name
         self._settings = relay._settings
@@ -141,7 +148,7 @@ class _Line:
         self._clock = relay._clock
         self._lanes = relay._lanes
         self._stopped = relay._stopped
-        self._destinations = destinations
+        self._destinations = (destination,)
         self._outlet = outlet
         self._sending = asyncio.Lock()
         self._woken = asyncio.Event()
@@ -155,12 +162,6 @@ class _Line:
 
     def wake(self) -> None:
         self._woken.set()
-
-    def serve(self, destinations: tuple[str, ...]) -> None:
-        """Serve these from now on."""
-        if destinations != self._destinations:
-            self._destinations = destinations
-            self.wake()
 
     async def run(self) -> None:
         try:
@@ -177,8 +178,6 @@ class _Line:
 
     async def _turn(self) -> float:
         """Start what can be started; how long to wait for more, unless woken."""
-        if not self._destinations:
-            return _LOOK_S
         if len(self._flights) >= _FLIGHTS:
             return _WAIT_S
         if (rest_s := self._paused_until - time.monotonic()) > 0:
@@ -187,7 +186,6 @@ class _Line:
         try:
             held = await self._lanes.take(self._destinations, self._busy)
             if held.lanes:
-                self._trouble.reset()
                 self._start(held)
                 return 0.0
             return _WAIT_S if self._busy else await self._until_due()
@@ -203,7 +201,9 @@ class _Line:
         self._trouble.reset()
         if due_ms is None:
             return _WAIT_S
-        return min(_WAIT_S, max(0.005, (due_ms - await self._clock.now_ms()) / 1000))
+        rest_s = (due_ms - await self._clock.now_ms()) / 1000
+        # Due and not to be had: another relay is at it.
+        return min(_WAIT_S, rest_s) if rest_s > 0 else self._fruitless.next_s()
 
     def _complain(self, message: str, error: Exception) -> None:
         if not self._trouble.failures:
@@ -262,6 +262,7 @@ class _Line:
         if not await self._lanes.mark(held, marks):
             _log.warning("lanes were lost while %d events were published; they are published again", len(events))
             return False
+        self._trouble.reset()
         self._count(events, marks, seconds, now_ms)
         return len(events) == settings.outbox_batch and all(mark.status is Status.SENT for mark in marks)
 

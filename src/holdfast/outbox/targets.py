@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol
@@ -93,8 +93,7 @@ class BrokerOutlet(Outlet):
                 continue
             try:
                 messages.append(self._pack(event))
-            except ValueError as exc:
-                # Somebody else wrote this row.
+            except Exception as exc:  # noqa: BLE001 - somebody else wrote this row, and it may be anything
                 answers[number] = Failed(f"its payload cannot be read: {exc}", hopeless=True)
                 if event.key:
                     spoiled.add((event.topic, event.key))
@@ -153,7 +152,8 @@ class EngineOutlet(Outlet):
                 answers[number] = Failed(str(exc), hopeless=True)
         # Queue by queue: one that takes nothing at the moment is no reason for others to wait.
         batches = list(by_queue.values())
-        calls = [self._submit([envelope for _, envelope in batch], timeout_s) for batch in batches]
+        until = asyncio.get_running_loop().time() + timeout_s
+        calls = [self._submit([envelope for _, envelope in batch], until) for batch in batches]
         for batch, told in zip(batches, await asyncio.gather(*calls), strict=True):
             answers.update(zip([number for number, _ in batch], told, strict=True))
         return [answers[number] for number in range(len(events))]
@@ -161,32 +161,16 @@ class EngineOutlet(Outlet):
     async def close(self) -> None:
         """The engine is its owner's."""
 
-    async def _submit(self, envelopes: Sequence[Envelope], timeout_s: float) -> list[Answer]:
+    async def _submit(self, envelopes: Sequence[Envelope], until: float) -> list[Answer]:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(until):
                 receipts = await self._hand_in(envelopes)
         except TimeoutError:
-            return [Failed(f"the engine did not answer within {timeout_s:g} s", patient=True) for _ in envelopes]
+            return [Failed("the engine did not answer in time", patient=True) for _ in envelopes]
         except (Unavailable, IntakeRefused) as exc:
             return [Failed(str(exc), patient=True) for _ in envelopes]
-        except HoldfastError as exc:
-            return [Failed(str(exc)) for _ in envelopes]
+        except Exception as exc:  # noqa: BLE001 - one of them is at fault, and the others are not to wait for it
+            if len(envelopes) > 1:
+                return [answer for each in envelopes for answer in await self._submit([each], until)]
+            return [Failed(str(exc) if isinstance(exc, HoldfastError) else repr(exc))]
         return [Sent(f"{DUPLICATE}{receipt.job_id}" if receipt.duplicate else "") for receipt in receipts]
-
-
-class NoOutlet(Outlet):
-    """Of destinations that the settings do not name."""
-
-    def __init__(self, known: Mapping[str, Outlet]) -> None:
-        self._known = ", ".join(sorted(known)) or "none"
-
-    async def send(self, events: Sequence[OutboxEvent], timeout_s: float) -> list[Answer]:
-        return [
-            Failed(
-                f"there is no destination {event.destination!r}; this relay knows {self._known}; "
-                "name it in outbox_targets (HOLDFAST_OUTBOX_TARGETS)"
-            )
-            for event in events
-        ]
-
-    async def close(self) -> None: ...

@@ -8,6 +8,7 @@ from typing import Any
 from holdfast.effects.calls import call as call_function
 from holdfast.effects.calls import name_of
 from holdfast.errors import InvalidOption
+from holdfast.ledger.text import clean
 from holdfast.triggers.runtime import Call, Run, Runtime
 
 
@@ -41,4 +42,4 @@ def run_id_of(answer: object) -> str:
     """The run's id in whatever a runtime answers; empty if it names none."""
     if isinstance(answer, Mapping):
         answer = answer.get("run_id") or answer.get("id")
-    return str(answer) if isinstance(answer, str | int) and not isinstance(answer, bool) else ""
+    return clean(str(answer)) if isinstance(answer, str | int) and not isinstance(answer, bool) else ""

@@ -24,6 +24,7 @@ from pydantic import (
 
 from holdfast.brokers.factory import connection_model
 from holdfast.errors import InvalidOption
+from holdfast.options import check_name
 
 #: As names of queues and tasks are, and without a slash: it stands in addresses.
 _NAME: Final = re.compile(r"[!-.0-z|~]{1,200}")
@@ -168,6 +169,8 @@ class TriggerConfig(_Model):
     event_name_header: str = "x-event-name"
     dedup_header: str = "x-dedup-key"
     tenant_header: str = "x-tenant-id"
+    #: The only tenants that messages may be for; the first is that of messages that name none. None: any.
+    tenants: tuple[str, ...] | None = Field(None, min_length=1)
     #: Handed to the runtime as it is.
     focus: str | None = None
     #: Where dead letters go; `<queue_name>.dlq` unless told, or the nearest to it that the broker allows.
@@ -182,6 +185,14 @@ class TriggerConfig(_Model):
         if not _HEADER.fullmatch(name):
             raise ValueError("write a header's name: ASCII without spaces")
         return name.lower()
+
+    @field_validator("tenants")
+    @classmethod
+    def _are_tenants(cls, tenants: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        try:
+            return tenants and tuple(check_name(tenant, "tenant") for tenant in tenants)
+        except InvalidOption as exc:
+            raise ValueError(str(exc)) from None
 
     # Fields that are left out are derived from those above them; each mistake is told with all the others.
 

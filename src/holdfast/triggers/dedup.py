@@ -79,6 +79,10 @@ class Dedup(Protocol):
         """It has not run, or shall run again: the key is free."""
         ...
 
+    def forget(self, ticket: Ticket) -> None:
+        """The store does not answer, and nobody will ask again: whoever comes next takes the key over."""
+        ...
+
     async def close(self) -> None:
         """No more of it."""
         ...
@@ -115,6 +119,9 @@ class MemoryDedup(Dedup):
             del self._done[oldest]
 
     async def give_up(self, ticket: Ticket) -> None:
+        self.forget(ticket)
+
+    def forget(self, ticket: Ticket) -> None:
         self._held.pop((ticket.tenant_id, ticket.key), None)
 
     async def close(self) -> None:
@@ -172,6 +179,9 @@ class LedgerDedup(Dedup):
         async with ticket.turn:
             self._active.pop(ticket.token, None)
             await self._desk.conclude(self._outcome(ticket, None))
+
+    def forget(self, ticket: Ticket) -> None:
+        self._active.pop(ticket.token, None)
 
     async def close(self) -> None:
         """What is still reserved is free for others after a lease: it may be running yet, in a thread say."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from holdfast.brokers.port import QueueAdapter, RawMessage
+from holdfast.cancelling import was_cancelled
 from holdfast.clock import Clock
 from holdfast.core.backoff import Backoff
 from holdfast.observe.redact import bounded
@@ -80,7 +81,10 @@ class Feeder:
                 close = getattr(messages, "aclose", None)
                 if close is not None:
                     await close()
-        except Exception as exc:  # noqa: BLE001 - begun again
+        except (Exception, asyncio.CancelledError) as exc:
+            if was_cancelled(exc):
+                raise
+            # A broker's library may cancel what is under way when a connection goes: that is no end of ours.
             return f"{type(exc).__name__}: {bounded(str(exc), _REASON_LIMIT)}"
         return "it ended"
 

@@ -14,12 +14,14 @@ A message is acknowledged only once it is safe: handed over, in the dead letters
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from holdfast.brokers.port import QueueAdapter
+from holdfast.cancelling import was_cancelled
 from holdfast.clock import Clock, to_datetime
 from holdfast.core.backoff import Backoff
 from holdfast.errors import (
@@ -41,11 +43,12 @@ from holdfast.triggers.dedup import Dedup, Known, Ticket
 from holdfast.triggers.envelope import HeaderNames, MessageEnvelope, guessed, storable, trace_id_of
 from holdfast.triggers.item import Again, Ending, Held, Item, Next
 from holdfast.triggers.parsers import ParseError, parser_of
+from holdfast.triggers.reasons import REASON_LIMIT, delay_s, reason_of
+from holdfast.triggers.records import row_id
 from holdfast.triggers.runtime import Call, Run
 
 _log: Final = logging.getLogger("holdfast.trigger")
 
-_REASON_LIMIT: Final = 1_000
 #: Between two looks at a key that somebody else is at: doubled each time.
 _LOOK_FIRST_S: Final = 0.02
 _LOOK_CAP_S: Final = 1.0
@@ -105,13 +108,18 @@ class Handler:
         return await self._finish(item, item.ending)
 
     async def abandon(self, item: Item) -> None:
-        """It waits for something, and will not be looked at again here: whoever gets it next may begin at once."""
+        """It waits for something, and will not be looked at again here: whoever gets it next may begin at once, or
+        knows that it has run."""
         ticket, item.ticket = item.ticket, None
         if ticket is None or self._dedup is None:
             return
         try:
-            await self._dedup.give_up(ticket)
+            if item.run is None:
+                await self._dedup.give_up(ticket)
+            else:
+                await self._dedup.done(ticket, item.run.run_id, self._window_ms)
         except LedgerUnavailable as exc:
+            self._dedup.forget(ticket)
             self._say(logging.WARNING, item, "released", "its key stays reserved for a while: %s", exc)
 
     # From raw to handed over -------------------------------------------------------------------------
@@ -128,8 +136,11 @@ class Handler:
             call = item.call or self._open(item)
         except (ParseError, PayloadTooLarge) as exc:
             item.trace_id = trace_id_of(item.raw)
-            self._say(logging.ERROR, item, "unparsable", "cannot be used: %s", _reason(exc))
-            item.ending = Ending(AckPolicy.DLQ, Status.UNPARSABLE, _reason(exc))
+            self._say(logging.ERROR, item, "unparsable", "cannot be used: %s", reason_of(exc))
+            item.ending = Ending(AckPolicy.DLQ, Status.UNPARSABLE, reason_of(exc))
+            return None
+        except _Stranger as exc:
+            await self._give_up(item, self._config.ack_policy, Status.REJECTED, exc, str(exc))
             return None
         try:
             run = await self._run(item, call)
@@ -140,13 +151,12 @@ class Handler:
         except PayloadTooLarge as exc:
             await self._give_up(item, AckPolicy.DLQ, Status.FAILED, exc)
         except (Unavailable, IntakeRefused, SchemaMismatch) as exc:
-            self._say(logging.DEBUG, item, "held", "waits: %s", _reason(exc))
-            return Held(_reason(exc))
+            self._say(logging.DEBUG, item, "held", "waits: %s", reason_of(exc))
+            return Held(reason_of(exc))
         except (Fatal, UsageError) as exc:
             await self._give_up(item, self._config.ack_policy, Status.FAILED, exc)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+        except asyncio.CancelledError as exc:
+            if was_cancelled(exc):
                 raise
             # The runtime has cancelled itself: this worker is to go on.
             return await self._failed(item, RuntimeError("the run was cancelled"))
@@ -162,12 +172,16 @@ class Handler:
     def _open(self, item: Item) -> Call:
         config = self._config
         envelope = MessageEnvelope.from_raw(item.raw, config.queue_name, self._parser, self._names, self._payload_limit)
-        item.envelope, item.trace_id = envelope, envelope.trace_id
+        tenant_id = self._own(envelope.tenant_id)
+        item.envelope = msgspec.structs.replace(envelope, tenant_id=tenant_id) if config.tenants else envelope
+        item.trace_id = envelope.trace_id
+        if config.tenants and envelope.tenant_id not in (None, tenant_id):
+            raise _Stranger(f"tenant {bounded(envelope.tenant, REASON_LIMIT)} is none of this trigger's tenants")
         item.call = Call(
             event_name=envelope.event,
             context=envelope.context(),
             focus=config.focus,
-            tenant_id=envelope.tenant,
+            tenant_id=item.envelope.tenant,
             trace_id=envelope.trace_id,
             traceparent=envelope.traceparent,
             key=storable(self._keys + (envelope.dedup_key or envelope.message_id)) if config.enable_dedup else "",
@@ -178,6 +192,11 @@ class Handler:
         if _log.isEnabledFor(logging.DEBUG):
             self._say(logging.DEBUG, item, "parsed", "parsed")
         return item.call
+
+    def _own(self, tenant_id: str | None) -> str | None:
+        """The tenant, if messages may be for it; else the first that they may be for: nothing is written for others."""
+        tenants = self._config.tenants
+        return tenant_id if not tenants or tenant_id in tenants else tenants[0]
 
     async def _run(self, item: Item, call: Call) -> Run:
         """One try, under the message's key if this trigger keeps keys. What has run is not run again."""
@@ -197,12 +216,12 @@ class Handler:
 
     async def _failed(self, item: Item, exc: Exception) -> Again | None:
         """Another try after base × multiplier^n, or the dead letters: whatever the policy says of other endings."""
-        reason, tries, config = _reason(exc), item.retries + 1, self._config
+        reason, tries, config = reason_of(exc), item.retries + 1, self._config
         item.remember(f"try {tries} at {to_datetime(self._clock.now_ms()).isoformat()}: {reason}")
         if item.retries >= config.max_retries:
             await self._give_up(item, AckPolicy.DLQ, Status.FAILED, exc, f"given up after {tries} tries: {reason}")
             return None
-        delay_s = _delay_s(config.retry_backoff_base, config.retry_backoff_multiplier, item.retries, _RETRY_CAP_S)
+        wait_s = delay_s(config.retry_backoff_base, config.retry_backoff_multiplier, item.retries, _RETRY_CAP_S)
         item.retries += 1
         self._counts.retries += 1
         self._say(
@@ -212,10 +231,10 @@ class Handler:
             "retry %d of %d in %g s: %s",
             item.retries,
             config.max_retries,
-            delay_s,
+            wait_s,
             reason,
         )
-        return Again(delay_s)
+        return Again(wait_s)
 
     # Keys --------------------------------------------------------------------------------------------
 
@@ -241,6 +260,8 @@ class Handler:
                 # Not acknowledged before it is known: a duplicate would run.
                 raise
             self._warn_without_keys(exc)
+            # Else it would be renewed for ever, and every duplicate would wait for it.
+            self._dedup.forget(ticket)
         else:
             self._without_keys = False
         item.ticket = None
@@ -258,7 +279,7 @@ class Handler:
     # Endings -----------------------------------------------------------------------------------------
 
     async def _give_up(self, item: Item, how: AckPolicy, status: Status, exc: Exception, reason: str = "") -> None:
-        reason = reason or _reason(exc)
+        reason = reason or reason_of(exc)
         stage = "denied" if status is Status.REJECTED else "failed"
         self._say(logging.WARNING, item, stage, "%s, goes by %s: %s", status.value, how.value, reason)
         item.ending = Ending(how, status, reason)
@@ -269,15 +290,15 @@ class Handler:
             # It has been here before, and would be here again at once.
             item.patience = Backoff()
             base, multiplier = self._config.retry_backoff_base, self._config.retry_backoff_multiplier
-            return Again(_delay_s(base, multiplier, item.raw.deliveries - 2, _REQUEUE_CAP_S))
+            return Again(delay_s(base, multiplier, item.raw.deliveries - 2, _REQUEUE_CAP_S))
         try:
             await self._tell(item, ending)
         except Exception as exc:  # noqa: BLE001 - what a client raises is no reason to lose a message, or to stop
             if ending.how is AckPolicy.DLQ:
                 item.patience = item.patience or Backoff()
-                self._say(logging.ERROR, item, "dead_letter", "its dead letter waits: %s", _reason(exc))
+                self._say(logging.ERROR, item, "dead_letter", "its dead letter waits: %s", reason_of(exc))
                 return Again(item.patience.next_s())
-            self._say(logging.WARNING, item, ending.how.value, "the broker was not told: %s", _reason(exc))
+            self._say(logging.WARNING, item, ending.how.value, "the broker was not told: %s", reason_of(exc))
         self._note(item, ending)
         return "off"
 
@@ -307,13 +328,15 @@ class Handler:
 
     def _execution(self, item: Item, ending: Ending) -> Execution:
         envelope, config = item.envelope, self._config
-        tenant_id, event_name = (
-            (envelope.tenant, envelope.event) if envelope is not None else guessed(item.raw, self._names)
-        )
+        if envelope is not None:
+            tenant_id, event_name = envelope.tenant, envelope.event
+        else:
+            guess, event_name = guessed(item.raw, self._names)
+            tenant_id = self._own(guess) or guess
         run_id = clean(item.run.run_id) if item.run is not None else ""
         return Execution(
             tenant_id=tenant_id,
-            id=_row_id(config.queue_name, config.consumer_group, item.raw.message_id, ending.status, run_id),
+            id=row_id(config.queue_name, config.consumer_group, item.raw.message_id, ending.status, run_id),
             message_id=storable(item.raw.message_id),
             queue_name=config.queue_name,
             event_name=event_name,
@@ -349,30 +372,9 @@ class Handler:
         _log.log(level, f"message %s: {words}", item.raw.message_id, *values, extra=about)
 
 
+class _Stranger(Exception):
+    """The message is for a tenant that it may not be for."""
+
+
 class _Busy(Exception):
     """Somebody is at this key."""
-
-
-def _reason(exc: BaseException) -> str:
-    """Why, in one line: what follows the first line of an error may quote the message."""
-    text = str(exc)
-    text = " ".join(text.split()) if isinstance(exc, Denied) else text.partition("\n")[0]
-    if not isinstance(exc, Denied | UsageError | Unavailable | Fatal | IntakeRefused):
-        text = f"{type(exc).__name__}: {text}" if text else type(exc).__name__
-    return bounded(text, _REASON_LIMIT)
-
-
-def _delay_s(base: float, multiplier: float, number: int, cap_s: float) -> float:
-    try:
-        return min(cap_s, base * multiplier**number)
-    except OverflowError:
-        return cap_s
-
-
-def _row_id(*parts: str) -> str:
-    """The same for the same outcome of the same message."""
-    digest = hashlib.sha256()
-    for part in parts:
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "big") + encoded)
-    return digest.hexdigest()[:32]

@@ -10,6 +10,7 @@ before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -31,6 +32,17 @@ _BODY_LIMIT: Final = 64 * 1024 * 1024
 #: Of a header's value: longer keys, and those that are not ASCII, are sent as their hash.
 _VALUE_LIMIT: Final = 255
 _TRIED_AGAIN: Final = (408, 429)
+
+
+class _Redacting(logging.Filter):
+    """httpx writes every address it calls into its log, with what stands behind the question mark."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact(record.getMessage()), ()
+        return True
+
+
+_redacting: Final = _Redacting()
 
 
 class RuntimeFailed(Exception):
@@ -58,6 +70,7 @@ class HttpRuntime(Runtime):
             raise InvalidOption("a runtime over HTTP needs httpx: pip install 'holdfast[http]'") from exc
         if urlsplit(url).scheme not in ("http", "https"):
             raise InvalidOption("a runtime's url must begin with http:// or https://")
+        logging.getLogger("httpx").addFilter(_redacting)
         self._httpx = httpx
         self._url = url
         self._where = redact(url)

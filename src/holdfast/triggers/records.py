@@ -7,6 +7,7 @@ told once. A record that is written twice is one row.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import deque
 from typing import Final
@@ -105,3 +106,12 @@ class Records:
                 return
             self._counts.records_lost += 1
             _log.exception("a record of message %s cannot be written: %s", batch[0].message_id, type(exc).__name__)
+
+
+def row_id(*parts: str) -> str:
+    """The same for the same outcome of the same message."""
+    digest = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return digest.hexdigest()[:32]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from holdfast.cancelling import was_cancelled
 from holdfast.core.codec import encode_json
 from holdfast.core.job import DEFAULT_QUEUE, EMPTY_META, Envelope, Meta, Priority, new_job_ids
 from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, PayloadTooLarge, UnknownTask
@@ -90,8 +91,7 @@ class TaskRuntime(Runtime):
         try:
             receipt = await (await self._app.desk()).submit(envelope)
         except asyncio.CancelledError as exc:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if was_cancelled(exc):
                 raise
             # The desk was closed under us. What was on its way may be accepted: its key will tell.
             raise EngineUnavailable("the app was closed while a message was handed over") from exc

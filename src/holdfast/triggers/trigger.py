@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from holdfast.brokers.port import QueueAdapter
+from holdfast.cancelling import was_cancelled
 from holdfast.clock import Clock, SystemClock
 from holdfast.core.codec import PAYLOAD_LIMIT
 from holdfast.errors import InvalidOption, UsageError
@@ -246,8 +247,10 @@ class QueueTrigger:
     async def _look_at(self, item: Item) -> Next:
         try:
             return await self._handler.handle(item)
-        except Exception:  # noqa: BLE001 - told, and tried again
-            # A mistake of ours must not cost a message, nor the worker.
+        except (Exception, asyncio.CancelledError) as exc:
+            if was_cancelled(exc):
+                raise
+            # A mistake of ours, or a client that cancels its calls, must not cost a message, nor the worker.
             _log.exception("message %s is looked at again", item.raw.message_id, extra=self._about(item))
             return Again(1.0)
 

@@ -8,7 +8,6 @@ that is refused to be requeued comes again before everything else of its partiti
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -18,12 +17,14 @@ from typing import Final
 
 import msgspec
 
-from holdfast.brokers.kafka.connection import KafkaConnection
+from holdfast.brokers.kafka.connection import KafkaConnection, MessageTooLarge
 from holdfast.brokers.kafka.holdings import Holdings
 from holdfast.brokers.kafka.poller import Poller
 from holdfast.brokers.kafka.publisher import KafkaPublisher
 from holdfast.brokers.kafka.questions import Questions
+from holdfast.brokers.letters import dead_headers
 from holdfast.brokers.port import Outgoing, QueueAdapter, RawMessage
+from holdfast.errors import BrokerUnavailable
 
 _log: Final = logging.getLogger("holdfast.kafka")
 
@@ -32,6 +33,7 @@ _ANSWER_S: Final = 2.0
 _LAG_FRESH_S: Final = 2.0
 #: A broker that is away cannot be told that we go. Its group finds out by itself.
 _CLOSE_S: Final = 5.0
+_LETTER_BYTES: Final = 1_000_000_000
 
 
 class KafkaAdapter(QueueAdapter):
@@ -68,6 +70,8 @@ class KafkaAdapter(QueueAdapter):
     async def connect(self) -> None:
         questions = await asyncio.to_thread(Questions, self._connection)
         await asyncio.to_thread(questions.reach, self._topic, self._connection.connect_timeout_s)
+        if self._closed:
+            raise BrokerUnavailable("closed while it was connecting")
         self._questions = questions
         self._poller = Poller(self._connection, self._topic, self._group, self._holdings, self._arrived)
         self._poller.start()
@@ -98,16 +102,15 @@ class KafkaAdapter(QueueAdapter):
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
         if self._letters is None:
-            self._letters = KafkaPublisher(self._connection)
-        headers = {
-            **message.headers,
-            "x-dead-reason": reason,
-            "x-dead-history": json.dumps(list(history), ensure_ascii=False),
-            "x-dead-source": self._topic,
-            "x-dead-message-id": message.message_id,
-        }
+            # As large as the messages are that come, whatever we may publish else.
+            roomy = self._connection.model_copy(update={"max_message_bytes": _LETTER_BYTES})
+            self._letters = KafkaPublisher(roomy)
+        headers = dead_headers(message, self._topic, reason, history)
         letter = Outgoing(self._dlq, message.body, headers, message.key, message.message_id)
         (failure,) = await self._letters.publish([letter])
+        if isinstance(failure, MessageTooLarge):
+            _log.warning("message %s has no room for what there is to say of it", message.message_id)
+            (failure,) = await self._letters.publish([msgspec.structs.replace(letter, headers=message.headers)])
         if failure is not None:
             raise failure
         self._holdings.settle(message)

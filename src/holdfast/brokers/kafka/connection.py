@@ -48,10 +48,17 @@ _OF_THE_TOPIC: Final = frozenset(
 )
 
 
+_TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
+
+
+class MessageTooLarge(BrokerRefused):
+    """Of a message, not of Kafka: a smaller one would be taken."""
+
+
 class KafkaConnection(BaseModel):
     """Where Kafka is, who we are to it, and how patient we are."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     #: host:port, several with commas.
     bootstrap_servers: str = Field(min_length=1)
@@ -60,13 +67,13 @@ class KafkaConnection(BaseModel):
     sasl_username: str | None = None
     sasl_password: SecretStr | None = None
     #: Who has to have signed the broker's certificate; none: whom this machine trusts.
-    ssl_ca_file: str | None = None
+    ca_file: str | None = None
     #: Our own certificate, for brokers that ask for one.
-    ssl_cert_file: str | None = None
-    ssl_key_file: str | None = None
-    ssl_key_password: SecretStr | None = None
-    #: Whether the broker's certificate has to be for its host.
-    ssl_check_hostname: bool = True
+    cert_file: str | None = None
+    key_file: str | None = None
+    key_password: SecretStr | None = None
+    #: Whether the broker's certificate has to be valid and for its host.
+    verify: bool = True
 
     client_id: str = "holdfast"
     #: How long `connect` tries.
@@ -94,6 +101,11 @@ class KafkaConnection(BaseModel):
     def _whole(self) -> Self:
         if self.security_protocol.startswith("SASL") and (self.sasl_username is None or self.sasl_password is None):
             raise ValueError(f"{self.security_protocol} needs sasl_username and sasl_password")
+        given = self.ca_file or self.cert_file or self.key_file or self.key_password or not self.verify
+        if given and not self.security_protocol.endswith("SSL"):
+            raise ValueError("ca_file, cert_file, key_file, key_password and verify are for SSL and SASL_SSL")
+        if self.key_file and not self.cert_file:
+            raise ValueError("key_file needs its cert_file")
         if self.max_poll_interval_s < self.session_timeout_s:
             raise ValueError("max_poll_interval_s must not be shorter than session_timeout_s")
         return self
@@ -117,15 +129,16 @@ def client_settings(connection: KafkaConnection) -> dict[str, Any]:
         settings["sasl.username"] = connection.sasl_username
         settings["sasl.password"] = connection.sasl_password.get_secret_value()
     if connection.security_protocol.endswith("SSL"):
-        settings["ssl.endpoint.identification.algorithm"] = "https" if connection.ssl_check_hostname else "none"
+        settings["enable.ssl.certificate.verification"] = connection.verify
+        settings["ssl.endpoint.identification.algorithm"] = "https" if connection.verify else "none"
         files = {
-            "ssl.ca.location": connection.ssl_ca_file,
-            "ssl.certificate.location": connection.ssl_cert_file,
-            "ssl.key.location": connection.ssl_key_file,
+            "ssl.ca.location": connection.ca_file,
+            "ssl.certificate.location": connection.cert_file,
+            "ssl.key.location": connection.key_file,
         }
         settings.update({name: path for name, path in files.items() if path is not None})
-        if connection.ssl_key_password is not None:
-            settings["ssl.key.password"] = connection.ssl_key_password.get_secret_value()
+        if connection.key_password is not None:
+            settings["ssl.key.password"] = connection.key_password.get_secret_value()
     return settings
 
 
@@ -142,6 +155,8 @@ def is_of_the_topic(error: KafkaError) -> bool:
 def translated(error: KafkaError, doing: str) -> BrokerUnavailable:
     """`doing` as in "Kafka did not …"."""
     kind = BrokerRefused if is_refusal(error) else BrokerUnavailable
+    if error.code() in _TOO_LARGE:
+        kind = MessageTooLarge
     return kind(f"Kafka did not {doing}: {redact(error.str())} ({error.name()})")
 
 

@@ -16,6 +16,9 @@ from holdfast.brokers.port import RawMessage
 
 #: After so many messages that are done the next commit does not wait for its time.
 _MANY: Final = 1_000
+#: Who waits for room is woken when one in so many of all places is free: a message at a time would cost a switch of
+#: threads for each.
+_SHARE: Final = 4
 #: Of shares. No two of a process have the same, so that no consumer takes another's message for its own.
 _numbers: Final = count(1)
 
@@ -46,6 +49,8 @@ class Holdings:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        #: So few in hand are few enough to wake who waits for room.
+        self._few = limit - max(1, limit // _SHARE)
         self._changed = Condition()
         self._shares: dict[int, _Share] = {}
         self._in_hand = 0
@@ -81,9 +86,10 @@ class Holdings:
             return max(0, self._limit - self._in_hand)
 
     def wait_for_room(self, seconds: float) -> bool:
-        """Whether there is some, at the latest after so long."""
+        """Wait until there is plenty, but not for longer; whether there is some."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._in_hand < self._limit, seconds)
+            self._changed.wait_for(lambda: self._in_hand <= self._few, seconds)
+            return self._in_hand < self._limit
 
     def wake(self) -> None:
         """End all waiting for room early."""
@@ -166,7 +172,7 @@ class Holdings:
             share.started.discard(offset)
             self._in_hand -= 1
             self._done_since_commit += 1
-            if share.leaving or self._in_hand + 1 == self._limit:
+            if share.leaving or self._in_hand == self._few:
                 self._changed.notify_all()
 
     def again(self, message: RawMessage) -> int | None:

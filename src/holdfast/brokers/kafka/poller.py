@@ -20,6 +20,7 @@ from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, Kafka
 from holdfast.brokers.kafka.connection import ClientLog, KafkaConnection, client_settings
 from holdfast.brokers.kafka.holdings import Holdings
 from holdfast.brokers.port import RawMessage
+from holdfast.brokers.times import moment
 from holdfast.core.backoff import Backoff
 from holdfast.observe.redact import redact
 
@@ -249,9 +250,7 @@ def _raw(message: Message, share: int) -> RawMessage:
         message_id=f"{topic}-{partition}-{offset}",
         body=_bytes(message.value()),
         headers=_headers(headers) if headers else _NO_HEADERS,
-        timestamp=datetime.now(UTC)
-        if kind == TIMESTAMP_NOT_AVAILABLE
-        else datetime.fromtimestamp(milliseconds / 1000, UTC),
+        timestamp=datetime.now(UTC) if kind == TIMESTAMP_NOT_AVAILABLE else moment(milliseconds),
         metadata={"topic": topic, "partition": partition, "offset": offset, "share": share},
         key="" if key is None else _word(key),
     )

@@ -37,6 +37,7 @@ _log: Final = logging.getLogger("holdfast.kafka")
 _ANSWER_S: Final = 2.0
 #: Brokers apply a topic's `max.message.bytes` to whole batches.
 _BATCH_BYTES: Final = 100_000
+_PIECE_S: Final = 0.1
 #: Messages that are called back are told so at once.
 _CALLED_BACK_S: Final = 1.0
 _CALLED_BACK: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
@@ -101,11 +102,12 @@ class KafkaPublisher(Publisher):
         for index in indices:
             if call.refusal is not None and not alone:
                 break
-            if not call.may_send(index):
+            if self._closed or not call.may_send(index):
                 continue
             self._produce(producer, call, index, partial(self._told, producer, call, index, alone))
-        while len(producer) and monotonic() < call.until:
-            producer.flush(call.until - monotonic())
+        while len(producer) and monotonic() < call.until and not self._closed:
+            # In pieces: who closes the publisher does not wait for the broker.
+            producer.flush(min(_PIECE_S, max(0.0, call.until - monotonic())))
         if len(producer):
             # Nothing of this call may be written once it has been told as failed.
             self._discard()

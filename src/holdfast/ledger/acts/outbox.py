@@ -24,6 +24,8 @@ from holdfast.ledger.text import clean
 WINDOW: Final = 64
 #: How many keys are gone through at once; the next look goes on from there.
 STEPS: Final = 5_000
+#: Payloads of one batch, in bytes: one more is read only if there is less.
+BATCH_BYTES: Final = 16 * 1024 * 1024
 #: Ids of one revival that its line in the log names.
 _NAMED: Final = 100
 
@@ -294,7 +296,7 @@ def headers_of(text: str | None) -> dict[str, str]:
         return {}
     try:
         said = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
     if not isinstance(said, dict):
         return {}

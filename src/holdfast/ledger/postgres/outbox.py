@@ -10,7 +10,17 @@ from typing import Any, Final
 import asyncpg
 import msgspec
 
-from holdfast.ledger.acts.outbox import STEPS, WINDOW, Place, Places, SqlOutbox, event_of, mark_row, window_for
+from holdfast.ledger.acts.outbox import (
+    BATCH_BYTES,
+    STEPS,
+    WINDOW,
+    Place,
+    Places,
+    SqlOutbox,
+    event_of,
+    mark_row,
+    window_for,
+)
 from holdfast.ledger.news import Turn
 from holdfast.ledger.outbox_store import Mark, OutboxEvent
 from holdfast.ledger.postgres import outbox_statements as sql
@@ -74,12 +84,12 @@ class PostgresOutbox(PostgresActs, SqlOutbox):
         self, relay: str, lanes: Sequence[int], destinations: Sequence[str], limit: int, *, dead_blocks: bool
     ) -> list[OutboxEvent]:
         asked = (relay, list(lanes), list(destinations), limit, dead_blocks)
-        rows = await self._store.fetch(sql.DUE, *asked, window_for(limit, len(lanes)))
+        rows = await self._store.fetch(sql.DUE, *asked, window_for(limit, len(lanes)), BATCH_BYTES)
         found = _by_position(rows)
         if len(found) < limit and (crowded := rows[0]["crowded"]):
             begin = self._places.begin(crowded, destinations)
             walk = (*_columns(begin), STEPS, list(destinations), dead_blocks)
-            rows = await self._store.fetch(sql.WALK, *walk, limit, limit)
+            rows = await self._store.fetch(sql.WALK, *walk, limit, limit, BATCH_BYTES)
             self._places.go_on(begin, _places(rows[0]["last"]), destinations)
             found |= _by_position(rows)
         # Of each key these are the first, so that the first of all are, too.

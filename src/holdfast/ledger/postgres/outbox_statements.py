@@ -75,11 +75,22 @@ mine AS MATERIALIZED (
 _EVENT: Final = """
     e.tenant_id, e.id, e.destination, e.topic, e.key, e.payload, e.headers, e.status, e.attempt_count,
     (extract(epoch FROM e.next_retry_at) * 1000)::bigint AS next_retry_at, e.last_error,
-    (extract(epoch FROM e.created_at) * 1000)::bigint AS created_at,
+    -- Whoever writes rows may write 'infinity', which is no number.
+    (extract(epoch FROM greatest('epoch', least(e.created_at, '9999-12-31'))) * 1000)::bigint AS created_at,
     (extract(epoch FROM e.sent_at) * 1000)::bigint AS sent_at, e.position"""
 
-#: $1 relay  $2 lanes  $3 destinations  $4 limit  $5 dead blocks  $6 window. Always has a row; `crowded` are lanes where
-#: the window is full and others stand in the way of some of it: there may be more behind it.
+
+def _events(most_bytes: str) -> str:
+    """The chosen ones, by position, up to that many bytes."""
+    return f"""
+    SELECT * FROM (
+        SELECT o.*, sum(octet_length(o.payload)) OVER (ORDER BY o.position) - octet_length(o.payload) AS bytes_before
+          FROM chosen CROSS JOIN LATERAL (SELECT * FROM outbox_events x WHERE x.position = chosen.position) o) sized
+     WHERE bytes_before < {most_bytes}"""  # noqa: S608 - constants
+
+
+#: $1 relay  $2 lanes  $3 destinations  $4 limit  $5 dead blocks  $6 window  $7 bytes. Always has a row;
+#: `crowded` are lanes where the window is full and others stand in the way of some of it: there may be more behind it.
 DUE: Final = f"""
 WITH {_MINE}, seen AS MATERIALIZED (
     SELECT e.lane, e.destination, e.position, {_in_the_way("e", "$5")} IS TRUE AS blocked
@@ -96,8 +107,7 @@ WITH {_MINE}, seen AS MATERIALIZED (
         SELECT lane FROM seen GROUP BY lane, destination HAVING count(*) = $6 AND bool_or(blocked)) full_ones
 )
 SELECT crowd.crowded, {_EVENT}
-  FROM crowd LEFT JOIN (chosen CROSS JOIN LATERAL (
-      SELECT * FROM outbox_events o WHERE o.position = chosen.position) e) ON true
+  FROM crowd LEFT JOIN ({_events("$7")}) e ON true
  ORDER BY e.position"""  # noqa: S608 - constants
 
 _NEXT_KEY: Final = """
@@ -145,14 +155,13 @@ WITH RECURSIVE keys AS (
 )"""  # noqa: S608 - constants
 
 #: From key to key, beginning in each lane after a given one. $1 lanes  $2 $3 $4 their destinations, topics and keys
-#: $5 steps  $6 destinations  $7 dead blocks  $8 how many of a key, and $9 in all. What is due. Always has a row; `last`
-#: is where to go on, if there is more.
+#: $5 steps  $6 destinations  $7 dead blocks  $8 how many of a key, and $9 in all  $10 bytes. What is due. Always has a
+#: row; `last` is where to go on, if there is more.
 WALK: Final = f"""{_WALK}
 SELECT place.last, {_EVENT}
-  FROM place LEFT JOIN (chosen CROSS JOIN LATERAL (
-      SELECT * FROM outbox_events o WHERE o.position = chosen.position) e) ON true
+  FROM place LEFT JOIN ({_events("$10")}) e ON true
  ORDER BY e.position"""  # noqa: S608 - constants
-#: The same, for the lanes that have something due.
+#: The same without the bytes, for the lanes that have something due.
 WALK_LANES: Final = f"""{_WALK}
 SELECT place.last, ready.lanes FROM place CROSS JOIN (SELECT array_agg(DISTINCT lane) AS lanes FROM chosen) ready"""  # noqa: S608
 

@@ -12,7 +12,17 @@ import msgspec
 
 from holdfast.clock import Clock
 from holdfast.engine.sqlite.transaction import Transaction, json_list
-from holdfast.ledger.acts.outbox import STEPS, WINDOW, Place, Places, SqlOutbox, event_of, mark_row, window_for
+from holdfast.ledger.acts.outbox import (
+    BATCH_BYTES,
+    STEPS,
+    WINDOW,
+    Place,
+    Places,
+    SqlOutbox,
+    event_of,
+    mark_row,
+    window_for,
+)
 from holdfast.ledger.news import Turn
 from holdfast.ledger.outbox_store import Mark, OutboxEvent
 from holdfast.ledger.publishing import OUTBOX_NEWS
@@ -153,7 +163,7 @@ def _due(
         positions.update(*found.values())
     # Of each key these are the first, so that the first of all are, too.
     chosen = json_list(sorted(positions)[: asked["limit"]])
-    (text,) = transaction.execute(sql.EVENTS, {"positions": chosen}).fetchone()
+    (text,) = transaction.execute(sql.EVENTS, {"positions": chosen, "bytes": BATCH_BYTES}).fetchone()
     return str(text)
 
 

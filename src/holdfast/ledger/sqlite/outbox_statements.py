@@ -81,12 +81,18 @@ SELECT json_group_array(e.position)
   FROM json_each(:lanes) l CROSS JOIN outbox_events e
     ON e.position IN ({_retries("l.value")} LIMIT :limit)"""  # noqa: S608 - constants
 
+#: Of these positions, up to so many bytes.
 EVENTS: Final = """
 SELECT json_group_array(json_object(
     'tenant_id', tenant_id, 'id', id, 'destination', destination, 'topic', topic, 'key', key, 'payload', payload,
     'headers', headers, 'status', status, 'attempt_count', attempt_count, 'next_retry_at', next_retry_at,
     'last_error', last_error, 'created_at', created_at, 'sent_at', sent_at, 'position', position))
-  FROM (SELECT * FROM outbox_events WHERE position IN (SELECT value FROM json_each(:positions)) ORDER BY position)"""
+  FROM (SELECT * FROM outbox_events WHERE position IN (
+            SELECT position FROM (
+                SELECT position, sum(length(payload)) OVER (ORDER BY position) - length(payload) AS before
+                  FROM outbox_events WHERE position IN (SELECT value FROM json_each(:positions)))
+             WHERE before < :bytes)
+         ORDER BY position)"""
 
 
 def _next_key(lane: str, destination: str, topic: str, key: str) -> str:

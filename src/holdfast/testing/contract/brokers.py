@@ -38,6 +38,8 @@ class BrokerHarness:
 
     #: A body that the broker must take.
     large_body = 1_000_000
+    #: So many messages make a stream whose order is looked at.
+    many = 200
     #: A member of a group that is silent for so long would have been given up by the broker.
     silence_s = 1.0
     #: Never to be seen in a log, an error or a `repr`; None: this broker asks for no password.
@@ -263,6 +265,23 @@ class ConnectContract(_Suite):
             await client.close()
             await client.close()
 
+    async def test_closed_while_it_connects_it_leaves_nothing_behind(self, bench: Bench) -> None:
+        adapter = bench.harness.adapter(bench.queue)
+        before = asyncio.all_tasks()
+        connecting = asyncio.create_task(adapter.connect())
+        await asyncio.sleep(0)
+        await adapter.close()
+        await asyncio.wait({connecting}, timeout=SOON_S)
+        failure = connecting.exception()
+        assert failure is None or isinstance(failure, BrokerUnavailable)
+        await adapter.close()
+        left = asyncio.all_tasks() - before
+        if left:
+            # Those of the client's own, on their way out.
+            await asyncio.wait(left, timeout=SOON_S)
+        assert not [task for task in left if not task.done()]
+        assert not await adapter.health_check()
+
     async def test_consuming_ends_after_closing(self, bench: Bench) -> None:
         reader = await bench.reader()
         await bench.publish(b"one")
@@ -332,12 +351,13 @@ class MessageContract(_Suite):
 
     async def test_messages_of_one_key_are_written_and_come_in_order(self, bench: Bench) -> None:
         publisher = await bench.publisher()
-        sent = [bench.outgoing(b"%d" % number, key=f"key-{number % 5}") for number in range(200)]
-        for batch in (sent[:1], sent[1:120], sent[120:]):
+        many = bench.harness.many
+        sent = [bench.outgoing(b"%d" % number, key=f"key-{number % 5}") for number in range(many)]
+        for batch in (sent[:1], sent[1 : many // 2], sent[many // 2 :]):
             assert await publisher.publish(batch) == [None] * len(batch)
         reader = await bench.reader(prefetch=25)
-        came = by_key(await reader.handle(200))
-        assert came == {f"key-{key}": [b"%d" % number for number in range(key, 200, 5)] for key in range(5)}
+        came = by_key(await reader.handle(many))
+        assert came == {f"key-{key}": [b"%d" % number for number in range(key, many, 5)] for key in range(5)}
 
     async def test_after_one_that_failed_no_later_one_of_its_key_is_written(self, bench: Bench) -> None:
         impossible = bench.harness.impossible(bench.queue, "a")

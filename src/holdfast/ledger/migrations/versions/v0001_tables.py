@@ -386,6 +386,7 @@ def _create_outbox_events() -> None:
             "(next_retry_at IS NOT NULL) = (status = 'RETRYING')", name=op.f("outbox_events_next_retry")
         ),
         sa.CheckConstraint("(sent_at IS NOT NULL) = (status = 'SENT')", name=op.f("outbox_events_sent")),
+        sa.CheckConstraint("lane BETWEEN 0 AND 63", name=op.f("outbox_events_known_lane")),
         sa.CheckConstraint("status IN ('NEW', 'RETRYING', 'SENT', 'DEAD')", name=op.f("outbox_events_known_status")),
         sa.PrimaryKeyConstraint("position", name=op.f("outbox_events_pk")),
         sa.UniqueConstraint("tenant_id", "id", name=op.f("outbox_events_by_id")),

@@ -1,0 +1,128 @@
+"""A message becomes a job (X4, end to end): published, consumed, run by a worker, acknowledged, recorded once.
+
+On every broker, real servers all of them, with everything in one file and with Redis beside PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from holdfast import Holdfast, State
+from holdfast.brokers.factory import build_adapter, build_publisher
+from holdfast.brokers.port import Outgoing
+from holdfast.ledger.trigger_book import Status
+from holdfast.triggers.building import build
+from holdfast.triggers.config import TriggerEntry
+from tests.brokers.rabbitmq_server import PASSWORD, USER
+from tests.brokers.sqs_server import ACCESS_KEY, REGION, SECRET_KEY
+from tests.worker.support import eventually, working
+
+PATIENCE_S: Final = 20
+
+
+@pytest.fixture(params=["embedded", "redis and postgres"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> dict[str, Any]:
+    if request.param == "embedded":
+        return {"url": f"sqlite:///{tmp_path / 'all.db'}"}
+    url, ledger = request.getfixturevalue("redis_url"), request.getfixturevalue("postgres_url")
+    return {"url": url, "ledger": ledger, "namespace": namespace}
+
+
+@pytest.fixture(params=["kafka", "rabbitmq", "sqs", "redis"])
+def broker(request: pytest.FixtureRequest, namespace: str) -> tuple[str, dict[str, Any]]:
+    """Its type and how to reach it. The queue is there, or is made when the trigger connects."""
+    match request.param:
+        case "kafka":
+            address = request.getfixturevalue("kafka_server").address
+            admin = AdminClient({"bootstrap.servers": address}, logger=logging.getLogger("test.kafka"))
+            admin.create_topics([NewTopic(namespace, 2, 1)])[namespace].result()
+            return "kafka", {"bootstrap_servers": address}
+        case "rabbitmq":
+            port = request.getfixturevalue("rabbitmq_server").port
+            return "rabbitmq", {"host": "127.0.0.1", "port": port, "user": USER, "password": PASSWORD}
+        case "sqs":
+            url = request.getfixturevalue("sqs_server").url
+            keys = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY}
+            return "sqs", {"endpoint_url": url, "region": REGION, **keys, "declare": True, "wait_time_s": 0}
+        case _:
+            return "redis", {"url": request.getfixturevalue("redis_url")}
+
+
+async def test_consumed_run_acknowledged_and_recorded_once(
+    broker: tuple[str, dict[str, Any]], stores: dict[str, Any], namespace: str
+) -> None:
+    kind, connection = broker
+    app, ran = Holdfast(**stores), list[tuple[str, Any]]()
+
+    @app.task
+    async def handle(event_name: str, message: Any) -> str:
+        ran.append((event_name, message))
+        return "done"
+
+    entry = TriggerEntry.model_validate(
+        {
+            "queue_name": namespace,
+            "consumer_group": f"{namespace}-workers",
+            "adapter": {"type": kind, "connection": connection},
+            "runtime": {"task": "handle"},
+        }
+    )
+    async with app:
+        assert app.ledger_port is not None
+        book = app.ledger_port.triggers
+        trigger = build(app, entry).trigger
+        async with working(app), trigger:
+            await publish(kind, connection, namespace, number=1)
+            await eventually(lambda: trigger.counts.consumed[Status.SUCCESS] == 1, "the message")
+            # The same once more, as a sender does that has lost the answer.
+            await publish(kind, connection, namespace, number=1)
+            await eventually(lambda: trigger.counts.consumed[Status.DUPLICATE] == 1, "its duplicate")
+            (job_id,) = {row.agent_run_id for row in await eventually(lambda: two_rows(app, namespace), "the rows")}
+            assert await app.job(job_id).result(timeout=PATIENCE_S) == "done"
+        assert trigger.in_hand == 0
+        rows = await book.executions(None, queue_name=namespace)
+        (success,) = [row for row in rows if row.status == "success"]
+        assert sorted(row.status for row in rows) == ["duplicate", "success"]
+        assert (success.tenant_id, success.event_name, success.trace_id) == ("acme", "order.paid", "trace-1")
+        assert (success.agent_run_id, success.retry_count, success.error_message) == (job_id, 0, "")
+        assert await book.executions(["acme"], queue_name=namespace, message_id=success.message_id) == [success]
+        view = await app.job(job_id).view()
+        assert (view.state, view.tenant_id, view.trace_id) == (State.SUCCEEDED, "acme", "trace-1")
+    assert ran == [("order.paid", {"n": 1})]
+    # Acknowledged: what the consumer had is given back by now, and the next of the group gets only what is new.
+    other = build_adapter(kind, connection, namespace, f"{namespace}-workers")
+    await other.connect()
+    try:
+        await publish(kind, connection, namespace, number=2)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await anext(aiter(other.consume()))).body == b'{"n": 2}'
+    finally:
+        await other.close()
+
+
+async def publish(kind: str, connection: dict[str, Any], queue: str, *, number: int) -> None:
+    headers = {
+        "x-event-name": "order.paid",
+        "x-tenant-id": "acme",
+        "x-dedup-key": f"order-{number}",
+        "x-trace-id": f"trace-{number}",
+    }
+    publisher = build_publisher(kind, connection)
+    await publisher.connect()
+    try:
+        assert await publisher.publish([Outgoing(queue, b'{"n": %d}' % number, headers, key="order")]) == [None]
+    finally:
+        await publisher.close()
+
+
+async def two_rows(app: Holdfast, queue: str) -> list[Any]:
+    assert app.ledger_port is not None
+    rows = await app.ledger_port.triggers.executions(None, queue_name=queue)
+    return rows if len(rows) == 2 else []

@@ -1,0 +1,170 @@
+"""What people write to a real Kafka, and what a trigger makes of it, end to end; and wrong passwords."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import Holdfast
+from holdfast.brokers.kafka import KafkaAdapter, KafkaConnection
+from holdfast.testing import drain
+from holdfast.triggers.callables import CallableRuntime
+from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.dedup import LedgerDedup
+from holdfast.triggers.runtime import Runtime
+from holdfast.triggers.tasks import TaskRuntime
+from holdfast.triggers.trigger import QueueTrigger
+from tests.brokers.kafka_server import SASL_USER, KafkaServer
+from tests.brokers.rabbitmq_server import USER
+from tests.faults.brokering import Processes, Topic, write_triggers
+from tests.faults.support import eventually
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+
+SECRET = "not-the-password-8"
+#: Key, body, headers; and what becomes of it.
+MESSAGES: list[tuple[str | None, bytes | None, Any, str]] = [
+    (None, b"1", None, "success"),
+    ("k", b"2", [], "success"),
+    # Empty, and a tombstone, which has no body at all.
+    (None, b"", None, "unparsable"),
+    ("k", None, None, "unparsable"),
+    (None, b"{", [("x-tenant-id", b"acme")], "unparsable"),
+    (None, b"\xff\xfe\x00", None, "unparsable"),
+    (None, b"[" * 100_000, None, "unparsable"),
+    (None, b'"' + b"x" * 2_000 + b'"', None, "unparsable"),
+    # Odd headers: no value, no UTF-8, twice, empty, long, with control characters, a name in capitals.
+    (None, b"3", [("x-event-name", None), ("x-dedup-key", None)], "success"),
+    (None, b"4", [("x-event-name", b"\xff\xfe"), ("\u00e4", b"\x00\x01"), ("x-dedup-key", b"\xff")], "success"),
+    (None, b"5", [("X-DEDUP-KEY", b"five"), ("x-event-name", b"a"), ("x-event-name", b"b")], "success"),
+    (None, b"6", [("x-dedup-key", b"five")], "duplicate"),
+    (None, b"7", [("", b""), ("x-dedup-key", b""), ("traceparent", b"nonsense")], "success"),
+    (None, b"8", [("x-dedup-key", b"k" * 5_000), ("x-other", b"v" * 50_000)], "success"),
+    ("\u00fc" * 300, b"9", [("x-event-name", b"line\nbreak\x00")], "unparsable"),
+    (None, b"10", [("x-tenant-id", b"no such {tenant}")], "unparsable"),
+    ("k", b"11", None, "success"),
+]
+
+
+def trigger_of(server: KafkaServer, topic: Topic, runtime: Runtime, **options: Any) -> QueueTrigger:
+    adapter = KafkaAdapter(KafkaConnection(bootstrap_servers=server.address), topic.name, "shop", prefetch=100)
+    config = TriggerConfig(
+        queue_name=topic.name, consumer_group="shop", concurrency=5, retry_backoff_base=0.01, max_retries=2
+    )
+    return QueueTrigger(config, adapter, runtime, payload_limit=1_000, **options)
+
+
+async def test_messages_of_all_kinds(kafka_server: KafkaServer, tmp_path: Path, namespace: str) -> None:
+    """Each is run, known as a duplicate, or a dead letter as it came; none is in the way of the next."""
+    topic = Topic(kafka_server, namespace, 1)
+    dead = Topic(kafka_server, f"{namespace}.dlq", 1)
+    topic.fill((key, body, headers) for key, body, headers, _ in MESSAGES)
+    app, ran = Holdfast(f"sqlite:///{tmp_path / 'all.db'}"), list[int]()
+
+    @app.task
+    async def handle(message: int) -> None:
+        ran.append(message)
+
+    async with app:
+        assert app.ledger_port is not None
+        book = app.ledger_port.triggers
+        async with trigger_of(kafka_server, topic, TaskRuntime(app, "handle"), book=book) as trigger:
+            await eventually(lambda: sum(trigger.counts.consumed.values()) >= len(MESSAGES), "all of them")
+        await drain(app)
+        rows = {row.message_id: row for row in await book.executions(None)}
+    told = [rows[f"{topic.name}-0-{offset}"].status.value for offset in range(len(MESSAGES))]
+    assert told == [what for *_, what in MESSAGES]
+    assert sorted(ran) == [1, 2, 3, 4, 5, 7, 8, 11]
+    assert topic.left("shop") == 0
+    letters = {dict(message.headers())["x-dead-message-id"].decode(): message for _, message in dead.read()}
+    lost = [offset for offset, (*_, what) in enumerate(MESSAGES) if what == "unparsable"]
+    assert letters.keys() == {f"{topic.name}-0-{offset}" for offset in lost}
+    for offset in lost:
+        letter = letters[f"{topic.name}-0-{offset}"]
+        assert (letter.value() or b"") == (MESSAGES[offset][1] or b"")
+        assert dict(letter.headers())["x-dead-reason"]
+
+
+async def test_a_poison_message_is_a_dead_letter_and_the_rest_goes_on(
+    kafka_server: KafkaServer, tmp_path: Path, namespace: str
+) -> None:
+    topic = Topic(kafka_server, namespace, 1)
+    dead = Topic(kafka_server, f"{namespace}.dlq", 1)
+    topic.fill((f"key-{number % 3}", b"%d" % number, [("x-own", b"kept")]) for number in range(60))
+    ran: list[int] = []
+    tries: list[int] = []
+
+    async def act(event_name: str, context: Any, focus: str | None, tenant_id: str) -> str:
+        if context["message"] == 30:
+            tries.append(1)
+            raise RuntimeError("this one never works")
+        ran.append(context["message"])
+        return f"run-{context['message']}"
+
+    async with Holdfast(f"sqlite:///{tmp_path / 'all.db'}") as app:
+        assert app.ledger_port is not None
+        ledger = app.ledger_port
+        options = {"book": ledger.triggers, "dedup": LedgerDedup(ledger.effects, topic.name)}
+        async with trigger_of(kafka_server, topic, CallableRuntime(act), **options) as trigger:
+            await eventually(lambda: sum(trigger.counts.consumed.values()) >= 60, "all of them")
+        failed = [row for row in await ledger.triggers.executions(None) if row.status == "failed"]
+    assert len(tries) == 3
+    for key in range(3):
+        assert [n for n in ran if n % 3 == key] == [n for n in range(key, 60, 3) if n != 30], (
+            "in order, past the poison"
+        )
+    assert [(row.message_id, row.retry_count) for row in failed] == [(f"{topic.name}-0-30", 2)]
+    ((_, letter),) = dead.read()
+    headers = dict(letter.headers())
+    assert (letter.value(), headers["x-own"]) == (b"30", b"kept")
+    assert b"given up after 3 tries" in headers["x-dead-reason"]
+    assert headers["x-dead-history"].count(b"this one never works") == 3
+    assert topic.left("shop") == 0
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    processes = Processes(tmp_path)
+    yield processes
+    processes.clean_up()
+
+
+@pytest.mark.parametrize("kind", ["kafka", "rabbitmq"])
+async def test_a_wrong_password_is_told_and_never_shown(
+    request: pytest.FixtureRequest, kind: str, processes: Processes, tmp_path: Path, namespace: str
+) -> None:
+    server: Any = request.getfixturevalue(f"{kind}_server")
+    if kind == "kafka":
+        connection: dict[str, Any] = {
+            "bootstrap_servers": server.sasl_address,
+            "security_protocol": "SASL_PLAINTEXT",
+            "sasl_username": SASL_USER,
+            "sasl_password": "${BROKER_PASSWORD}",
+        }
+    else:
+        connection = {"url": "${BROKER_URL}"}
+    file = write_triggers(
+        tmp_path,
+        {
+            "name": "orders",
+            "queue_name": namespace,
+            "consumer_group": "shop",
+            "adapter": {"type": kind, "connection": connection},
+            "runtime": {"task": "take"},
+        },
+    )
+    for words in (("run", file, "app.py:app", "--log-level", "debug"), ("check", file, "app.py:app", "--connect")):
+        process = processes.start(
+            "trigger",
+            *words,
+            HOLDFAST_URL=f"sqlite:///{tmp_path / 'jobs.db'}",
+            BROKER_PASSWORD=SECRET,
+            BROKER_URL=f"amqp://{USER}:{SECRET}@127.0.0.1:{server.port}/",
+        )
+        assert await process.ended() != 0
+        told = process.log.read_text()
+        assert "BROKER_REFUSED: trigger orders: " in told
+        assert SECRET not in told

@@ -1,0 +1,189 @@
+"""Triggers on a real store: an app with everything in one file, opened once for all examples of a module.
+
+Each example has a queue of its own. The clock stands still until it is told; retries move it, and take no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import closing, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from holdfast import Context, Holdfast
+from holdfast.brokers.memory import MemoryBroker, MemoryConnection
+from holdfast.brokers.port import Outgoing, RawMessage
+from holdfast.ledger.trigger_book import Execution
+from holdfast.observe.counts import TriggerNumbers
+from holdfast.observe.trigger_families import trigger_families
+from holdfast.testing import ManualClock, drain
+from holdfast.triggers.callables import CallableRuntime
+from holdfast.triggers.config import TriggerConfig
+from holdfast.triggers.dedup import LedgerDedup
+from holdfast.triggers.runtime import Runtime
+from holdfast.triggers.tasks import TaskRuntime
+from holdfast.triggers.trigger import QueueTrigger
+from tests.observe.support import samples
+from tests.triggers.rig import WatchedAdapter, until
+
+T = TypeVar("T")
+Kind = Literal["task", "callable"]
+Act = Callable[[str, Mapping[str, Any], str | None, str], Awaitable[Any]]
+
+KINDS: Final[tuple[Kind, ...]] = ("task", "callable")
+_numbers: Final = count(1)
+
+
+class Store:
+    """One app for all examples, on a loop of its own."""
+
+    def __init__(self, folder: Path, runner: asyncio.Runner) -> None:
+        self._runner = runner
+        self.clock = ManualClock()
+        self._path = folder / "all.db"
+        self.app = Holdfast(f"sqlite:///{self._path}", clock=self.clock)
+        #: Tenant and message of every run of the task.
+        self.ran: list[tuple[str, Any]] = []
+
+        @self.app.task
+        async def handle(context: Context, message: Any) -> None:
+            self.ran.append((context.tenant_id, message))
+
+    def play(self, story: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(story)
+
+    def durations(self, queue_name: str) -> dict[str, int]:
+        """The column `duration_ms` of a queue's rows, by message."""
+        with closing(sqlite3.connect(self._path)) as file:
+            query = "SELECT message_id, duration_ms FROM queue_executions WHERE queue_name = ?"
+            return dict(file.execute(query, (queue_name,)).fetchall())
+
+    async def finish_jobs(self) -> None:
+        """Until all jobs have run."""
+        await drain(self.app)
+
+
+@contextmanager
+def open_store(folder: Path) -> Iterator[Store]:
+    """Opened, and closed at the end."""
+    with asyncio.Runner() as runner:
+        store = Store(folder, runner)
+        runner.run(store.app.open())
+        try:
+            yield store
+        finally:
+            runner.run(store.app.close())
+
+
+class ForgetfulAdapter(WatchedAdapter):
+    """Acknowledgements of some messages are lost, once."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.forget: set[str] = set()
+
+    async def ack(self, message: RawMessage) -> None:
+        if message.message_id in self.forget:
+            self.forget.discard(message.message_id)
+            raise ConnectionError("the answer was lost")
+        await super().ack(message)
+
+
+class Bench:
+    """One queue, one trigger, rows in the store's ledger. Make it inside of `play`."""
+
+    def __init__(self, store: Store, kind: Kind, act: Act | None = None, **config: Any) -> None:
+        """`act`: what a callable does; else its runs are noted in `store.ran`, as the task's are."""
+        self._store = store
+        queue = f"queue-{next(_numbers)}"
+        self.broker = MemoryBroker.named(queue)
+        self.config = TriggerConfig(**({"queue_name": queue, "consumer_group": "workers"} | config))
+        self.adapter = ForgetfulAdapter(MemoryConnection(name=queue), queue, "workers", prefetch=self.config.prefetch)
+        ledger = store.app.ledger_port
+        assert ledger is not None
+        self.book = ledger.triggers
+        runtime: Runtime = TaskRuntime(store.app, "handle") if kind == "task" else CallableRuntime(act or self._note)
+        self.trigger = QueueTrigger(
+            self.config,
+            self.adapter,
+            runtime,
+            book=self.book,
+            dedup=None if kind == "task" else LedgerDedup(ledger.effects, queue),
+            clock=store.clock,
+            sleep=self._sleep,
+        )
+        self.counts = self.trigger.counts
+
+    async def _note(self, _: str, context: Mapping[str, Any], __: str | None, tenant_id: str) -> str:
+        self._store.ran.append((tenant_id, context["message"]))
+        return f"run-{len(self._store.ran)}"
+
+    async def _sleep(self, seconds: float) -> None:
+        self._store.clock.advance(seconds)
+        await asyncio.sleep(0.001)
+
+    def write(self, body: Any, headers: dict[str, str] | None = None, key: str = "") -> str:
+        """Publish; bytes as they are, everything else as JSON. The message's id."""
+        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.broker.write(self.config.queue_name, encoded, headers, key)
+
+    async def off(self, messages: int) -> None:
+        await until(lambda: sum(self.counts.consumed.values()) >= messages, f"{messages} messages off")
+
+    async def rows(self, *tenants: str) -> list[Execution]:
+        """What the ledger has of this queue; without tenants: everybody's."""
+        return await self.book.executions(tenants or None, queue_name=self.config.queue_name, limit=1_000)
+
+    @property
+    def dead(self) -> list[Outgoing]:
+        return self.broker.messages(f"{self.config.queue_name}.dlq")
+
+    def close(self) -> None:
+        MemoryBroker.forget(self.config.queue_name)
+
+
+class Listener(logging.Handler):
+    """Everything that is said to a logger and those below it, at any level; `about` is called for each line."""
+
+    def __init__(self, about: Callable[[], Any] = lambda: None) -> None:
+        super().__init__(logging.DEBUG)
+        self.heard: list[tuple[Any, logging.LogRecord]] = []
+        self._about = about
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append((self._about(), record))
+
+    def of(self, message_id: str) -> list[logging.LogRecord]:
+        """The lines about one message."""
+        return [record for _, record in self.heard if getattr(record, "message_id", None) == message_id]
+
+    @contextmanager
+    def listening(self, logger: str = "holdfast.trigger") -> Iterator[Listener]:
+        source = logging.getLogger(logger)
+        level = source.level
+        source.setLevel(logging.DEBUG)
+        source.addHandler(self)
+        try:
+            yield self
+        finally:
+            source.removeHandler(self)
+            source.setLevel(level)
+
+
+def scraped(*triggers: TriggerNumbers) -> dict[str, float]:
+    """What Prometheus would get of these."""
+    registry = CollectorRegistry()
+
+    class Collector:
+        def collect(self) -> Iterator[Any]:
+            return trigger_families(triggers)
+
+    registry.register(Collector())
+    return samples(generate_latest(registry).decode())
