@@ -27,11 +27,13 @@ RUNBOOKS = ROOT / "docs" / "how-to" / "runbooks.md"
 REFERENCE = ROOT / "docs" / "reference" / "metrics.md"
 
 _METRIC = re.compile(
-    r"\b(?:holdfast|queue_(?:messages|processing|active|dedup|consumer)|outbox_publish|outbox(?=_backlog))_[a-z_]+"
+    r"\b(?:holdfast|queue_(?:messages|processing|active|dedup|consume|consumer|runtime)|outbox_publish|outbox(?=_backlog))"
+    r"_[a-z_]+"
 )
 HISTOGRAMS = {
     "holdfast_task_process_seconds",
     "queue_processing_duration_seconds",
+    "queue_consume_delay_seconds",
     "outbox_publish_seconds",
     "outbox_publish_delay_seconds",
 }
