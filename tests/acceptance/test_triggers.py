@@ -24,6 +24,8 @@ from tests.brokers.rabbitmq_server import PASSWORD, USER
 from tests.brokers.sqs_server import ACCESS_KEY, REGION, SECRET_KEY
 from tests.worker.support import eventually, working
 
+pytestmark = pytest.mark.brokers
+
 PATIENCE_S: Final = 20
 
 

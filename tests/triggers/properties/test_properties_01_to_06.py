@@ -47,6 +47,8 @@ from tests.triggers.properties.world import PROPERTY, START, Script, World, play
 from tests.triggers.rig import MemoryBook
 from tests.triggers.rig import until as until_real
 
+pytestmark = pytest.mark.search
+
 POLICIES: Final = st.sampled_from(["ack", "nack", "requeue", "dlq"])
 
 # 1: every adapter offers the same interface and can be swapped -------------------------------------------

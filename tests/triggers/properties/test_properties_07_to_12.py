@@ -24,6 +24,8 @@ from tests.triggers.properties.strategies import EVENTS, FOCUSES, HEADER_NAMES, 
 from tests.triggers.properties.world import PROPERTY, START, Script, World, gate_of, play, rest, until
 from tests.triggers.rig import Recorder, Rig
 
+pytestmark = pytest.mark.search
+
 POLICIES: Final = st.sampled_from(["ack", "nack", "requeue", "dlq"])
 
 # 7: one failing message does not stop the next -----------------------------------------------------------

@@ -22,6 +22,8 @@ from tests.triggers.properties.strategies import EVENTS, TENANTS
 from tests.triggers.properties.world import PROPERTY, LoopClock, World, history_of, play, until
 from tests.triggers.rig import Recorder
 
+pytestmark = pytest.mark.search
+
 WORDS: Final = st.text(string.ascii_letters, min_size=1, max_size=12)
 POLICIES: Final = st.sampled_from(["ack", "nack", "requeue", "dlq"])
 #: A history keeps so many of the first and of the latest tries.

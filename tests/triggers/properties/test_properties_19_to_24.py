@@ -44,6 +44,8 @@ from tests.triggers.properties.leaks import (
 from tests.triggers.properties.world import PROPERTY, LoopClock, World, play, rest
 from tests.triggers.rig import Recorder
 
+pytestmark = pytest.mark.search
+
 WORDS: Final = st.text(string.ascii_letters, min_size=1, max_size=12)
 
 
