@@ -31,6 +31,8 @@ _BLOT: Final = "***"
 #: One trigger may stand under this name.
 _SINGLE: Final = "queue_trigger"
 _MANY: Final = "triggers"
+#: Levels of a document; a trigger needs five.
+_DEPTH: Final = 50
 _MOST_TRIGGERS: Final = 1_000
 
 #: Steps from the top of the document to a value.
@@ -72,11 +74,7 @@ def load_file(path: str | Path, environment: Mapping[str, str] | None = None) ->
 def load_text(text: str, source: str = "triggers", environment: Mapping[str, str] | None = None) -> list[TriggerEntry]:
     """The triggers of a YAML text; `source` names it in errors."""
     reading = _Reading(os.environ if environment is None else environment)
-    try:
-        entries = reading.entries(_parse(text, source))
-    except RecursionError:
-        # Also of an anchor that holds itself.
-        raise InvalidTriggers(source, [Mistake("", "is nested too deeply")]) from None
+    entries = reading.entries(_parse(text, source))
     if reading.mistakes:
         raise InvalidTriggers(source, reading.mistakes)
     return entries
@@ -210,6 +208,7 @@ class _Loader(yaml.SafeLoader):
 
 def _parse(text: str, source: str) -> Any:
     try:
+        _check_depth(text)
         # A safe loader: it makes plain values only.
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as exc:
@@ -218,6 +217,18 @@ def _parse(text: str, source: str) -> Any:
         raise InvalidTriggers(source, [Mistake(where, f"is no YAML: {exc.problem}")]) from None
     except (yaml.YAMLError, ValueError) as exc:
         raise InvalidTriggers(source, [Mistake("", f"is no YAML: {' '.join(str(exc).split())}")]) from None
+
+
+def _check_depth(text: str) -> None:
+    """By events, which come one after the other: a loader goes down with every level."""
+    around: list[str | None] = []
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            around.append(event.anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            around.pop()
+        if len(around) > _DEPTH or (isinstance(event, yaml.AliasEvent) and event.anchor in around):
+            raise yaml.MarkedYAMLError(problem="it is nested too deeply", problem_mark=event.start_mark)
 
 
 # Saying what is wrong ----------------------------------------------------------------------------------
