@@ -134,6 +134,15 @@ def test_queues_are_for_those_who_see_all(shared: World) -> None:
     _problem(client.get("/api/v1/workers"), 403, "FORBIDDEN")
 
 
+@pytest.mark.parametrize("verb", ["diff", "replay"])
+def test_an_edited_payload_is_arguments_by_name(world: World, verb: str) -> None:
+    client = world.client("ada")
+    _run(client, _submit(client), "?force_fail=true")
+    (letter,) = client.get("/api/v1/dlq").json()["letters"]
+    body = {"payload": [1], **({"reason": "try"} if verb == "replay" else {})}
+    _problem(client.post(f"/api/v1/dlq/{letter['dlq_id']}/{verb}", json=body), 422, "INVALID_REQUEST")
+
+
 def test_another_tenants_things_are_not_there(world: World) -> None:
     """In every endpoint, list and count, and as if they had never been."""
     mine, other = world.client("ada"), world.client("eve", Role.ADMIN, ("acme",))

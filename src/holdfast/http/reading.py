@@ -72,6 +72,14 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[S]) -> S:
         raise BadRequest(f"the body is no JSON: {exc}") from exc
 
 
+def arguments_of(raw: msgspec.Raw) -> bytes:
+    """A task's arguments, byte for byte as they came: by name, as the document says."""
+    arguments = bytes(raw)
+    if arguments.lstrip()[:1] != b"{":
+        raise Unprocessable("the body does not fit: Expected `object` - at `$.payload`")
+    return arguments
+
+
 def too_deep(body: bytes) -> bool:
     """Whether brackets are nested deeper than `MAX_DEPTH`. Every pass takes the innermost pairs away."""
     brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)

@@ -15,6 +15,7 @@ from holdfast.http.asgi import Reply
 from holdfast.http.many import Outcome, outcome
 from holdfast.http.operation import Answer, Call, Decorator, operation
 from holdfast.http.problems import PayloadMisfit
+from holdfast.http.reading import arguments_of
 from holdfast.http.wire import (
     Arguments,
     Cursor,
@@ -242,7 +243,7 @@ async def diff(call: Call) -> Reply:
     body: Edited = call.body
     letters = call.service.offices.letters
     try:
-        changes = await letters.diff(call.person, call.path["dlq_id"], bytes(body.payload))
+        changes = await letters.diff(call.person, call.path["dlq_id"], arguments_of(body.payload))
     except InvalidPayload as exc:
         raise PayloadMisfit(str(exc)) from exc
     return Reply(Difference(changes=[change.document for change in changes]))
@@ -262,7 +263,7 @@ async def diff(call: Call) -> Reply:
 async def replay(call: Call) -> Reply:
     """Send a dead letter back to work as a new job, with its payload as it was or as edited."""
     wish: ReplayWish = call.body
-    payload = None if wish.payload is UNSET else bytes(wish.payload)
+    payload = None if wish.payload is UNSET else arguments_of(wish.payload)
     try:
         done = await call.service.offices.letters.replay(
             call.person, call.path["dlq_id"], reason=wish.reason, payload=payload

@@ -34,6 +34,7 @@ from holdfast.errors import (
 from holdfast.http.asgi import Receive, Reply
 from holdfast.http.operation import Answer, Call, operation
 from holdfast.http.problems import HttpError, ItemRefused, Unprocessable, problem_of
+from holdfast.http.reading import arguments_of
 from holdfast.http.service import Service
 from holdfast.http.wire import (
     KEY_PATTERN,
@@ -312,9 +313,7 @@ def _envelope(call: Call, wanted: Submission, key: str | None) -> Envelope:
         options["context"] = _object(wanted.context, "context")
     if wanted.webhook_url is not UNSET:
         options["webhook"] = _webhook(call.service, wanted.webhook_url)
-    payload = b"{}" if wanted.payload is UNSET else bytes(wanted.payload)
-    if payload.lstrip()[:1] != b"{":
-        raise Unprocessable("the body does not fit: Expected `object` - at `$.payload`")
+    payload = b"{}" if wanted.payload is UNSET else arguments_of(wanted.payload)
     envelope = call.service.app.envelope(wanted.task, payload, **options)
     meta = msgspec.structs.replace(envelope.meta, submitted_by=call.person.name)
     return msgspec.structs.replace(envelope, meta=meta)
