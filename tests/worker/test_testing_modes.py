@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast import Context, Fatal, Holdfast, Retry, State, Unavailable
+from holdfast.core.job import Claim
 from holdfast.engine.port import Control
 from holdfast.errors import InvalidPayload, JobCancelled, JobFailed, TransitionInvalid, UnknownJob, WaitTimeout
 from holdfast.testing.clock import ManualClock
@@ -134,6 +135,29 @@ async def test_drain_runs_what_is_due(clock: ManualClock) -> None:
         await app.engine.set_control("default", Control(paused=True))
         await flaky.submit()
         assert await drain(app) == 0
+
+
+async def test_drain_waits_for_a_claim_that_is_on_its_way(
+    engine_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = Holdfast(engine_url, namespace=namespace)
+
+    @app.task
+    async def work() -> None: ...
+
+    async with app:
+        await work.submit()
+        claim = app.engine.claim
+
+        async def slow(*arguments: Any) -> list[Claim]:
+            claims = await claim(*arguments)
+            if claims:
+                # Handed out, and for a while nobody here knows of it.
+                await asyncio.sleep(0.1)
+            return claims
+
+        monkeypatch.setattr(app.engine, "claim", slow)
+        assert await drain(app) == 1
 
 
 async def test_drain_takes_over_what_a_lost_worker_left(clock: ManualClock) -> None:

@@ -96,8 +96,9 @@ async def _due(app: Holdfast, worker: Worker, queues: Sequence[str]) -> int:
         stats = await app.engine.stats(queue)
         if not stats.control.paused:
             due += max(0, stats.states.get(State.QUEUED, 0) - stats.delayed)
-    # Asked again: the worker may have taken one between the two questions.
-    return due + worker.in_hand
+    # The engine is asked, too: what it has handed out just now may still be on its way to the worker.
+    handed_out = sum(view.pending for view in await app.engine.workers(queues) if view.worker == worker.incarnation)
+    return due + handed_out + worker.in_hand
 
 
 class InlineDesk(Desk):
