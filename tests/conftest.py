@@ -11,6 +11,7 @@ from typing import Final
 
 import pytest
 
+from holdfast.chaos.servers import PostgresServer, RedisServer, in_own_loop
 from holdfast.ledger.migrate import migration_store, up
 from tests.brokers.kafka_server import kafka_server as kafka_server
 from tests.brokers.kafka_server import make_kafka as make_kafka
@@ -18,7 +19,7 @@ from tests.brokers.rabbitmq_server import make_rabbitmq as make_rabbitmq
 from tests.brokers.rabbitmq_server import rabbitmq_server as rabbitmq_server
 from tests.brokers.sqs_server import sqs_server as sqs_server
 from tests.databases import Databases
-from tests.servers import PostgresServer, RedisServer, find_server, in_own_loop
+from tests.servers import find_server
 from tools.servers import POSTGRES, REDIS, REDIS_60, REDIS_62, Server
 
 pytest.register_assert_rewrite(

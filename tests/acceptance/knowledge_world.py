@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
+from holdfast.chaos.servers import free_port
 from tests.acceptance.workflow_world import EXAMPLES, PATIENCE_S, until
-from tests.servers import free_port
 from tools.servers import MINILM, MINILM_TOKENS, find
 
 FOLDER = EXAMPLES / "knowledge_ingest"

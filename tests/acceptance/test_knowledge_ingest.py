@@ -11,12 +11,13 @@ import asyncpg
 import pytest
 import redis
 
+from holdfast.chaos.servers import in_own_loop
 from tests.acceptance.chroma_server import ChromaServer
 from tests.acceptance.knowledge_world import APP, FOLDER, Knowledge
 from tests.acceptance.workflow_world import until
 from tests.brokers.kafka_server import KafkaServer
 from tests.conftest import MakeServer
-from tests.servers import find_server, in_own_loop
+from tests.servers import find_server
 from tools.servers import CHROMA, KAFKA, MINILM, MINILM_TOKENS
 
 #: Processes start in each, which takes a while on a busy machine.

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from holdfast.brokers.port import Outgoing
 from holdfast.brokers.redis_streams import RedisAdapter, RedisConnection, RedisPublisher
+from holdfast.chaos.servers import RedisServer, free_port
 from holdfast.core.job import Envelope, new_job_ids
 from holdfast.engine.factory import build_engine
 from holdfast.errors import BrokerRefused, BrokerUnavailable, EngineUnavailable, LedgerUnavailable
@@ -23,7 +24,6 @@ from holdfast.settings import Settings
 from holdfast.testing.contract.brokers import Reader, eventually
 from tests.certificates import Certificates, make_certificates
 from tests.conftest import MakePostgres, MakeServer
-from tests.servers import RedisServer, free_port
 
 OLD: Final = "old-correct-horse"
 NEW: Final = "new-battery-staple"

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 from pymongo import MongoClient
 
+from holdfast.chaos.servers import free_port
 from tests.effects.test_mongo import MongoServer
-from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

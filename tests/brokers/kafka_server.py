@@ -16,7 +16,8 @@ from typing import IO, Final
 
 import pytest
 
-from tests.servers import ServerProcess, find_server, free_port
+from holdfast.chaos.servers import ServerProcess, free_port
+from tests.servers import find_server
 from tools.servers import KAFKA
 
 MakeKafka = Callable[..., "KafkaServer"]

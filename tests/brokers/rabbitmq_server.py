@@ -20,8 +20,9 @@ from typing import IO, Final
 
 import pytest
 
+from holdfast.chaos.servers import READY_WITHIN_S, ServerProcess, free_port
 from tests.certificates import Certificates, make_certificates
-from tests.servers import READY_WITHIN_S, ServerProcess, find_server, free_port
+from tests.servers import find_server
 from tools.servers import RABBITMQ
 
 MakeRabbit = Callable[..., "RabbitServer"]

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from holdfast.brokers.factory import build_adapter, build_publisher
 from holdfast.brokers.kafka import KafkaAdapter, KafkaConnection, KafkaPublisher
 from holdfast.brokers.port import Outgoing, RawMessage
+from holdfast.chaos.servers import free_port
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.testing.contract.brokers import (
     SOON_S,
@@ -32,7 +33,7 @@ from holdfast.testing.contract.brokers import (
     eventually,
 )
 from tests.brokers.kafka_server import SASL_PASSWORD, SASL_USER, KafkaServer
-from tests.servers import find_server, free_port
+from tests.servers import find_server
 from tools.servers import KAFKA
 
 Client = TypeVar("Client", KafkaAdapter, KafkaPublisher)

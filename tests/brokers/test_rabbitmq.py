@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter
 from holdfast.brokers.rabbitmq import RabbitAdapter, RabbitConnection, RabbitPublisher
+from holdfast.chaos.servers import free_port
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.testing.contract.brokers import (
     Bench,
@@ -33,7 +34,7 @@ from holdfast.testing.contract.brokers import (
 )
 from tests.brokers.rabbitmq_server import PASSWORD, STRANGER, USER, RabbitServer
 from tests.certificates import make_certificates
-from tests.servers import find_server, free_port
+from tests.servers import find_server
 from tools.servers import RABBITMQ
 
 Client = TypeVar("Client", bound=QueueAdapter | Publisher)

@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 
 from holdfast.brokers.port import Outgoing
 from holdfast.brokers.redis_streams import RedisAdapter, RedisConnection, RedisPublisher, _Held
+from holdfast.chaos.servers import RedisServer, free_port
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 from holdfast.testing.contract.brokers import Bench, BrokerContract, BrokerFaultContract, BrokerHarness, eventually
 from tests.conftest import MakeServer
-from tests.servers import RedisServer, free_port
 
 pytestmark = pytest.mark.redis
 

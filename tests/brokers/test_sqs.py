@@ -21,6 +21,8 @@ from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
 from holdfast.brokers.sqs import SqsAdapter, SqsConnection, SqsPublisher
 from holdfast.brokers.sqs_client import SqsClient, dlq_of
 from holdfast.brokers.sqs_messages import decoded, encoded, size_of
+from holdfast.chaos.proxy import Proxy
+from holdfast.chaos.servers import free_port
 from holdfast.errors import BrokerRefused
 from holdfast.testing.contract.brokers import (
     Bench,
@@ -35,8 +37,6 @@ from holdfast.testing.contract.brokers import (
     eventually,
 )
 from tests.brokers.sqs_server import ACCESS_KEY, REGION, SECRET_KEY, SqsServer
-from tests.proxy import Proxy
-from tests.servers import free_port
 
 Client = TypeVar("Client", bound=QueueAdapter | Publisher)
 

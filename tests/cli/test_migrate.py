@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from holdfast.chaos.servers import free_port
 from holdfast.cli.program import app
 from holdfast.engine.sqlite.connection import SCHEMA_VERSION
 from holdfast.ledger.version import HEAD
 from holdfast.settings import Settings
 from tests.cli.harness import Shell
-from tests.servers import free_port
 
 
 def call(*words: str, code: int = 0) -> Result:

@@ -9,10 +9,10 @@ import pytest
 import redis
 from typer.testing import CliRunner, Result
 
+from holdfast.chaos.servers import RedisServer
 from holdfast.cli.program import app
 from tests.cli.harness import Shell
 from tests.conftest import MakeServer
-from tests.servers import RedisServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 

@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from holdfast.chaos.proxy import Proxy
 from tests.conftest import MakeServer
-from tests.proxy import Proxy
 from tools.servers import REDIS_60, SERVERS, find
 
 pytestmark = pytest.mark.redis

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast, Job, State
+from holdfast.chaos.servers import PostgresServer
 from holdfast.core.job import JobView
 from holdfast.errors import EngineUnavailable
 from holdfast.ledger.port import Held, KeyState
 from tests.faults import effects_sample
 from tests.faults.support import SETTINGS, SOURCE, WorkerProcess, eventually, stand_still
-from tests.servers import PostgresServer
 
 pytestmark = pytest.mark.faults
 

@@ -15,6 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from holdfast import Holdfast, State
+from holdfast.chaos.proxy import Proxy
 from holdfast.core.verdict import Answer, Settlement, Succeed
 from holdfast.engine.redis.client import Script
 from holdfast.engine.redis.keys import Keys, Names
@@ -22,7 +23,6 @@ from holdfast.errors import EngineUnavailable
 from tests.faults import sample
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
-from tests.proxy import Proxy
 from tests.worker.support import working
 
 pytestmark = [pytest.mark.faults, pytest.mark.redis]

@@ -10,11 +10,11 @@ import pytest
 from redis.asyncio import Redis
 
 from holdfast import Holdfast, State, Worker
+from holdfast.chaos.servers import free_port
 from holdfast.errors import EngineUnavailable, UnknownJob
 from tests.conftest import MakeServer
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
-from tests.servers import free_port
 from tests.worker.support import working
 
 pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.timeout(90)]

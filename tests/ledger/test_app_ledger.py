@@ -13,12 +13,12 @@ import pytest
 import redis.asyncio
 
 from holdfast import Holdfast
+from holdfast.chaos.servers import free_port
 from holdfast.core.states import State
 from holdfast.errors import InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
 from holdfast.ledger.listing import JobFilter
 from holdfast.worker.worker import Worker
 from tests.conftest import MakePostgres
-from tests.servers import free_port
 from tests.worker.support import eventually
 
 pytestmark = [pytest.mark.redis, pytest.mark.postgres]

@@ -15,6 +15,7 @@ import pytest
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from holdfast.chaos.servers import free_port
 from holdfast.engine.sqlite.store import Place
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
 from holdfast.ledger import migrate
@@ -23,7 +24,6 @@ from holdfast.ledger.schema import metadata
 from holdfast.ledger.sqlite.files import prepare_ledger
 from holdfast.ledger.sqlite.store import SqliteStore
 from holdfast.ledger.version import HEAD, TABLE
-from tests.servers import free_port
 
 #: Everything that makes two PostgreSQL schemas different, as rows of text.
 _CATALOGUE = {

@@ -11,6 +11,7 @@ import asyncpg
 import msgspec
 import pytest
 
+from holdfast.chaos.servers import PostgresServer
 from holdfast.core.job import Ask, Meta
 from holdfast.core.states import State
 from holdfast.engine.port import FeedEntry
@@ -25,7 +26,6 @@ from holdfast.ledger.people import ApprovalStatus
 from holdfast.ledger.port import DeadLetter, KeyState, Outcome, Reservation, Step
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 from tests.ledger.projection_rig import Feed, Scribe
-from tests.servers import PostgresServer
 
 pytestmark = pytest.mark.postgres
 

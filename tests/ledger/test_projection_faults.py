@@ -15,11 +15,12 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from holdfast.chaos.servers import PostgresServer
 from holdfast.core.states import State
 from tests.conftest import MakePostgres
 from tests.ledger.projection_rig import QUEUE
 from tests.ledger.projector_world import World
-from tests.servers import PostgresServer, find_server
+from tests.servers import find_server
 from tools.servers import POSTGRES
 
 #: A ledger that is silent counts as down after this; short, so that tests are.

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from sqlalchemy import func, select
 
 from holdfast import Holdfast, Retry
+from holdfast.chaos.servers import RedisServer
 from holdfast.core.job import Claim, Envelope, Failure, JobView, Meta, new_job_ids
 from holdfast.core.states import FINAL, RESTORED_EVENT, State
 from holdfast.core.verdict import DeadLetter, Hold, Release, RetryLater, Settlement, Succeed, Suspend, Verdict
@@ -32,7 +33,6 @@ from holdfast.upkeep.projector import Projector
 from holdfast.upkeep.reconciler import Reconciler, Report
 from tests.conftest import MakePostgres, MakeServer
 from tests.ledger.test_reconciler_histories import Hasty
-from tests.servers import RedisServer
 from tests.worker.support import eventually, working
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]

@@ -12,6 +12,7 @@ import asyncpg
 import pytest
 from sqlalchemy import select, text
 
+from holdfast.chaos.servers import free_port
 from holdfast.clock import SystemClock
 from holdfast.engine.sqlite.store import Place
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
@@ -27,7 +28,6 @@ from holdfast.ledger.sqlite.files import prepare_ledger
 from holdfast.ledger.sqlite.store import SqliteStore
 from holdfast.ledger.text import clean, decoded
 from tests.conftest import MakePostgres
-from tests.servers import free_port
 
 QUICK = StoreOptions(pool_size=2, connect_timeout_s=2, reply_timeout_s=1)
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 import pytest
 
 from holdfast import Settings, State
+from holdfast.chaos.servers import free_port
 from holdfast.core.job import Envelope, new_job_ids
 from holdfast.engine.factory import build_engine
 from holdfast.engine.port import Control, Engine
 from tests.cli.harness import SAMPLE_APP, Shell, environment, eventually
 from tests.observe.support import fetch, samples
-from tests.servers import free_port
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from ipaddress import ip_address
 
 import pytest
 
+from holdfast.chaos.servers import free_port
 from holdfast.core.webhook import Address
 from holdfast.errors import Fatal
 from holdfast.settings import Settings
 from holdfast.webhooks import verify
 from holdfast.webhooks.sending import DeliveryFailed, Sender
-from tests.servers import free_port
 from tests.webhooks.receiver import OK, OTHER_SECRET, SECRET, Receiver, is_signed, receiving, status
 
 BODY = b'{"type":"job.succeeded","timestamp":"2026-11-15T12:00:00Z","data":{}}'

@@ -1,0 +1,1 @@
+"""A real deployment under load and under fire: `holdfast chaos`."""
