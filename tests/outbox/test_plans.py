@@ -36,11 +36,16 @@ SELECT 'default', 'n' || n, 'kafka', 'orders', '{NEIGHBOUR}', {LANE}, '{{}}', 'N
 """
 
 
-@pytest.fixture
-async def ledger(postgres_url: str) -> AsyncIterator[PostgresLedger]:
-    """Never analysed: so are tables into which a backlog pours."""
+@pytest.fixture(params=["never", "before", "since"])
+async def ledger(postgres_url: str, request: pytest.FixtureRequest) -> AsyncIterator[PostgresLedger]:
+    """A table into which a backlog pours. Its statistics may know nothing, the emptiness before, or that all is in one
+    lane, which makes a walk through all of it look cheap."""
     ledger = PostgresLedger(PostgresStore(postgres_url))
+    if request.param == "before":
+        await ledger.store.execute("ANALYZE outbox_events")
     await ledger.store.execute(_FILL)
+    if request.param == "since":
+        await ledger.store.execute("ANALYZE outbox_events")
     yield ledger
     await ledger.close()
 
@@ -66,12 +71,15 @@ async def test_what_is_behind_a_line_that_waits_is_found_in_few_steps(ledger: Po
     assert [event.id for event in events] == [f"n{number}" for number in range(1, 21)]
     few = 2_000
     lease = timedelta(seconds=60)
-    assert await rows_read(ledger, sql.TAKE, "me", ["kafka"], lease, True, WINDOW, 64, []) < few
     window = window_for(100, 1)
-    assert await rows_read(ledger, sql.DUE, "me", [LANE], ["kafka"], 100, True, window, BATCH_BYTES) < few
     begin = ([LANE], [""], [""], [""])
-    assert await rows_read(ledger, sql.WALK, *begin, STEPS, ["kafka"], True, 100, 100, BATCH_BYTES) < few
-    assert await rows_read(ledger, sql.WALK_LANES, *begin, STEPS, ["kafka"], True, 1, STEPS) < few
+    read = {
+        "take": await rows_read(ledger, sql.TAKE, "me", ["kafka"], lease, True, WINDOW, 64, []),
+        "due": await rows_read(ledger, sql.DUE, "me", [LANE], ["kafka"], 100, True, window, BATCH_BYTES),
+        "walk": await rows_read(ledger, sql.WALK, *begin, STEPS, ["kafka"], True, 100, 100, BATCH_BYTES),
+        "walk lanes": await rows_read(ledger, sql.WALK_LANES, *begin, STEPS, ["kafka"], True, 1, STEPS),
+    }
+    assert max(read.values()) < few, read
 
 
 async def test_once_the_head_is_sent_the_line_moves(ledger: PostgresLedger) -> None:

@@ -409,6 +409,10 @@ def _create_outbox_events() -> None:
     )
     op.create_index(op.f("outbox_events_by_sent"), "outbox_events", ["sent_at"], **_only("status = 'SENT'"))
     op.create_index(op.f("outbox_events_by_status"), "outbox_events", ["tenant_id", "status", "position"])
+    if op.get_bind().dialect.name == "postgresql":
+        # A backlog may be in one lane. If statistics said so, a walk through all of it would look like the cheapest way
+        # to find the first of every other lane.
+        op.execute("ALTER TABLE outbox_events ALTER COLUMN lane SET (n_distinct = 64)")
 
 
 def _create_outbox_lanes() -> None:
