@@ -1,22 +1,28 @@
-"""`holdfast verify`: reads the ledger and proves that it tells legal stories."""
+"""`holdfast verify`: proves that the ledger tells legal stories, or that a deployment keeps the protocol's promises."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
+from rich.text import Text
 
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.exits import ExitCode
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.parse import when
+from holdfast.cli.signals import on_signals
 from holdfast.cli.stores import stores
 from holdfast.errors import InvalidOption
 
 if TYPE_CHECKING:
+    from holdfast.acceptance.model import Criterion, Result
+    from holdfast.acceptance.model import Report as Acceptance
     from holdfast.ledger.verify import Report
+    from holdfast.settings import Settings
 
 #: Faults that are shown; all are counted.
 _SHOWN = 20
@@ -31,6 +37,8 @@ def register(app: typer.Typer) -> None:
             "holdfast verify --ledger",
             "holdfast verify --ledger --since 2d",
             "holdfast verify --ledger --json | jq .fault_count",
+            "holdfast verify --deployment",
+            "holdfast verify --deployment --json | jq '.results[] | select(.verdict == \"failed\")'",
         ),
     )(verify)
 
@@ -38,23 +46,46 @@ def register(app: typer.Typer) -> None:
 async def verify(
     at: Connection,
     ledger: Annotated[
-        bool, typer.Option("--ledger", help="Check the ledger (the only thing to check so far).")
+        bool, typer.Option("--ledger", help="Read every story in the ledger and prove it; changes nothing.")
+    ] = False,
+    deployment: Annotated[
+        bool,
+        typer.Option(
+            "--deployment",
+            help="Run the protocol's acceptance criteria on your own servers, in a namespace and a schema of their own "
+            "that are removed again; takes less than a minute.",
+        ),
     ] = False,
     since: Annotated[
         str | None,
-        typer.Option(metavar="WHEN", help="Only jobs created since then, or so long ago (1h, 2d).", show_default=False),
+        typer.Option(
+            metavar="WHEN",
+            help="With --ledger: only jobs created since then, or so long ago (1h, 2d).",
+            show_default=False,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every job's events and prove them: no gap, only legal moves, at most one end, rows that agree, dead letters.
+    """Prove that the ledger tells legal stories, or that a deployment keeps what the protocol promises.
 
-    Reads all of it at one moment, beside busy workers. Exit code 1 if anything is wrong. Forks and anomalies are what
-    an outage of the engine leaves; they are counted, and no faults.
+    --ledger reads every job's events, at one moment, beside busy workers: no gap, only legal moves, at most one end,
+    rows that agree, dead letters. Forks and anomalies are what an outage of the engine leaves; they are counted, and no
+    faults.
+
+    --deployment runs a few dozen jobs on HOLDFAST_URL and HOLDFAST_LEDGER, kills and pauses workers of its own, and
+    looks at what became of them. Nothing of yours is touched, and nothing is left behind.
+
+    Exit code 1 if anything is wrong.
     """
+    if ledger == deployment:
+        raise InvalidOption("say what to verify: --ledger (the stories in it) or --deployment (your servers)")
+    if deployment:
+        if since is not None:
+            raise InvalidOption("--since goes with --ledger")
+        await _verify_deployment(at.settings(), as_json=as_json)
+        return
     from holdfast.ledger.verify import verify_ledger
 
-    if not ledger:
-        raise InvalidOption("say what to verify: --ledger")
     async with stores(at) as both:
         start = None if since is None else when(since, "--since", await both.engine.now_ms())
         report = await verify_ledger(both.remembered(), start, _progress if sys.stderr.isatty() else None)
@@ -92,3 +123,51 @@ def _print(report: Report) -> None:
 def _document(report: Report) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.to_builtins(report)
     return {"ok": report.ok, **document}
+
+
+# A deployment --------------------------------------------------------------------------------------
+
+
+async def _verify_deployment(settings: Settings, *, as_json: bool) -> None:
+    from holdfast.acceptance.run import verify_deployment
+
+    running = asyncio.create_task(verify_deployment(settings, _step if sys.stderr.isatty() else None))
+    try:
+        # Also when it is told to end: what it has written is removed first.
+        with on_signals(lambda: _cancel(running)):
+            report = await running
+    except asyncio.CancelledError:
+        note("interrupted; what the check had written was removed")
+        raise KeyboardInterrupt from None
+    if as_json:
+        emit_json({"ok": report.ok, **msgspec.to_builtins(report)})
+    else:
+        _print_acceptance(report)
+    raise typer.Exit(ExitCode.OK if report.ok else ExitCode.FAILED)
+
+
+def _cancel(running: asyncio.Task[Acceptance]) -> None:
+    running.cancel()
+
+
+def _step(criterion: Criterion, result: Result | None) -> None:
+    word = "…" if result is None else str(result.verdict)
+    print(f"\r\033[K{criterion.id} {criterion.title}: {word}", end="", file=sys.stderr, flush=True)
+
+
+def _print_acceptance(report: Acceptance) -> None:
+    from holdfast.acceptance.model import Verdict
+
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    colours = {Verdict.PASSED: "green", Verdict.FAILED: "bold red", Verdict.NOT_APPLICABLE: "dim"}
+    rows: list[tuple[str | Text, ...]] = [
+        (one.id, one.title, Text(one.verdict, colours[one.verdict]), f"{one.seconds:.2f}", one.seen)
+        for one in report.results
+    ]
+    emit_rows(("criterion", "title", "verdict", "seconds", "seen"), rows, empty="", texts=1)
+    where = report.url if report.ledger is None else f"{report.url}, ledger {report.ledger}"
+    counted = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in Verdict)
+    note(f"{where}: {counted}, in {report.seconds:.1f} s")
+    for remark in report.notes:
+        note(remark)

@@ -1,0 +1,1 @@
+"""The protocol's acceptance criteria, run on a deployment's own servers: `holdfast verify --deployment`."""

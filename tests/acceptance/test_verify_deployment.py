@@ -1,0 +1,377 @@
+"""`holdfast verify --deployment` on real servers: all green, nothing left or touched, red when broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+from redis.asyncio import Redis
+
+from holdfast import Holdfast, Settings
+from holdfast.acceptance import run, stage
+from holdfast.acceptance.ledger_side import PostgresSide, with_schema
+from holdfast.acceptance.model import Report, Verdict
+from holdfast.acceptance.naming import OLD_MS, is_left_over, new_name, schema_of
+from holdfast.acceptance.redis_side import RUNS
+from holdfast.acceptance.room import LEASE_S, Room
+from holdfast.acceptance.run import verify_deployment
+from holdfast.chaos.servers import RedisServer, free_port
+from holdfast.core.verdict import Answer, Settlement, Succeed
+from holdfast.engine.redis.settling import Settling
+from tests.cli.harness import environment
+from tests.servers import find_server
+from tests.worker.support import working
+from tools.servers import REDIS
+
+#: Criteria that need Redis, and those that need a ledger.
+WIRE = {"Q3.1", "Q3.2", "Q15", "Q13"}
+REMEMBERED = {"X1.4", "A2.1", "A2.2", "L4.1", "L4.2", "L2"}
+
+
+@pytest.fixture(scope="module")
+def durable_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis as it should be: with an append-only file."""
+    server = RedisServer(find_server(REDIS), tmp_path_factory.mktemp("redis"), {"appendonly": "yes"})
+    server.start()
+    yield server.url
+    server.stop()
+
+
+def verdicts(report: Report, verdict: Verdict) -> set[str]:
+    return {result.id for result in report.results if result.verdict is verdict}
+
+
+def seen(report: Report, criterion: str) -> str:
+    return next(result.seen for result in report.results if result.id == criterion)
+
+
+async def keys(url: str) -> set[bytes]:
+    async with Redis.from_url(url) as redis:
+        return {key async for key in redis.scan_iter()}
+
+
+async def tables(url: str) -> set[tuple[str, str, int]]:
+    """Every table of the database with the number of its rows."""
+    connection = await asyncpg.connect(url)
+    try:
+        names = await connection.fetch(
+            "SELECT schemaname, tablename FROM pg_tables WHERE schemaname NOT IN ('pg_catalog', 'information_schema')"
+        )
+        return {
+            (schema, table, await connection.fetchval(f'SELECT count(*) FROM "{schema}"."{table}"'))
+            for schema, table in names
+        }
+    finally:
+        await connection.close()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def schemas(url: str) -> set[str]:
+    connection = await asyncpg.connect(url)
+    try:
+        return {row[0] for row in await connection.fetch("SELECT nspname FROM pg_namespace")}
+    finally:
+        await connection.close()
+
+
+# Green -----------------------------------------------------------------------------------------------
+
+
+async def test_all_is_well_on_redis_and_postgres_beside_a_busy_deployment(
+    durable_redis: str, make_postgres: Any, namespace: str
+) -> None:
+    """A worker of another namespace on the same servers goes on; its keys and rows are as before."""
+    postgres_url = make_postgres().url
+    app = Holdfast(durable_redis, ledger=postgres_url, namespace=namespace)
+    runs: list[int] = []
+
+    @app.task
+    async def count(number: int) -> int:
+        runs.append(number)
+        return number
+
+    async with app, working(app):
+        waiting = await count.options(delay=3_600, idempotency_key="theirs").submit(-1)
+        checking = asyncio.create_task(verify_deployment(app.settings))
+        submitted = 0
+        while not checking.done():
+            job = await count.submit(submitted)
+            assert await job.result(timeout=20) == submitted
+            submitted += 1
+            await asyncio.sleep(0.05)
+        report = await checking
+        assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
+        assert verdicts(report, Verdict.NOT_APPLICABLE) == set()
+        assert WIRE | REMEMBERED | {"X1.1", "X1.2", "X1.3", "Q5", "Q6", "ledger.tables"} <= verdicts(
+            report, Verdict.PASSED
+        )
+        assert report.seconds < 60
+        await app.ledger.caught_up(20)
+        assert runs == list(range(submitted))
+        assert (await waiting.view()).state == "queued"
+        counted = await app.ledger.queries.counts(exact=True)
+        assert sum(counted.states.values()) == submitted + 1
+    left = {key for key in await keys(durable_redis) if namespace.encode() not in key}
+    assert left == set()
+    assert not {name for name in await schemas(postgres_url) if "verify" in name}
+    async with Redis.from_url(durable_redis) as redis:
+        await redis.flushdb()
+
+
+async def test_all_is_well_on_redis_alone(durable_redis: str) -> None:
+    report = await verify_deployment(Settings(url=durable_redis, ledger=None))
+    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
+    assert verdicts(report, Verdict.NOT_APPLICABLE) == REMEMBERED | {"ledger.tables"}
+    assert "HOLDFAST_LEDGER" in seen(report, "L2")
+    assert await keys(durable_redis) == set()
+
+
+async def test_all_is_well_on_redis_with_a_ledger_file(durable_redis: str, tmp_path: Path) -> None:
+    report = await verify_deployment(Settings(url=durable_redis, ledger=f"sqlite:///{tmp_path}/ledger.db"))
+    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
+    assert verdicts(report, Verdict.NOT_APPLICABLE) == {"ledger.tables"}
+    assert await keys(durable_redis) == set()
+    assert files(tmp_path) == []
+
+
+async def test_all_is_well_on_one_file_and_the_file_itself_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "jobs.db").write_bytes(b"theirs")
+    report = await verify_deployment(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
+    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
+    assert verdicts(report, Verdict.NOT_APPLICABLE) == WIRE | {"L4.2", "ledger.tables"}
+    assert files(tmp_path) == ["jobs.db"]
+    assert (tmp_path / "jobs.db").read_bytes() == b"theirs"
+
+
+# Red -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What never comes is waited for no longer than it takes a lease to be lost; what is left then is not run."""
+    monkeypatch.setattr(run, "_ONE_S", LEASE_S + 2)
+    monkeypatch.setattr(run, "_ALL_S", LEASE_S + 4)
+    monkeypatch.setattr(stage, "PATIENCE_S", LEASE_S + 1)
+
+
+async def test_an_engine_that_forgets_to_settle_is_found(
+    durable_redis: str, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    """It says that a success was applied, and leaves the job as it is."""
+    real = Settling.settle
+
+    async def broken(self: Settling, settlements: list[Settlement]) -> list[Answer]:
+        kept = [one for one in settlements if not isinstance(one.verdict, Succeed)]
+        answers = iter(await real(self, kept) if kept else [])
+        return [Answer.APPLIED if isinstance(one.verdict, Succeed) else next(answers) for one in settlements]
+
+    monkeypatch.setattr(Settling, "settle", broken)
+    report = await verify_deployment(Settings(url=durable_redis, ledger=None))
+    assert {"X1.1", "X1.3", "Q5", "RP-001"} <= verdicts(report, Verdict.FAILED)
+    assert "to an end" in seen(report, "X1.1")
+    assert "not run" in seen(report, "RP-001")
+    assert await keys(durable_redis) == set()
+
+
+async def test_an_engine_without_a_fence_is_found(durable_redis: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lets whoever comes first end a job."""
+    real = Settling.settle
+
+    async def broken(self: Settling, settlements: list[Settlement]) -> list[Answer]:
+        return [Answer.APPLIED if answer is Answer.STALE else answer for answer in await real(self, settlements)]
+
+    monkeypatch.setattr(Settling, "settle", broken)
+    report = await verify_deployment(Settings(url=durable_redis, ledger=None))
+    assert verdicts(report, Verdict.FAILED) == {"Q5", "Q2"}
+    assert "stale" in seen(report, "Q5")
+
+
+async def test_a_redis_that_may_evict_or_forget_jobs_is_found(make_redis: Any) -> None:
+    url = make_redis(maxmemory_policy="allkeys-lru").url
+    report = await verify_deployment(Settings(url=url, ledger=None))
+    assert verdicts(report, Verdict.FAILED) == {"engine.eviction", "engine.persistence"}
+    assert "noeviction" in seen(report, "engine.eviction")
+
+
+async def test_a_user_without_rights_is_told_which_one_is_missing(
+    durable_redis: str, postgres_url: str, namespace: str
+) -> None:
+    """The engine's criteria are run all the same."""
+    role = namespace.replace("-", "_")
+    connection = await asyncpg.connect(postgres_url)
+    database = await connection.fetchval("SELECT current_database()")
+    try:
+        await connection.execute(f"CREATE ROLE {role} LOGIN; GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}")
+        weak = postgres_url.replace("postgres@", f"{role}@", 1)
+        report = await verify_deployment(Settings(url=durable_redis, ledger=weak))
+        assert verdicts(report, Verdict.FAILED) == {"place", "ledger.tables"}
+        assert f'GRANT CREATE ON DATABASE "{database}" TO "{role}"' in seen(report, "place")
+        assert f'TO "{role}"' in seen(report, "ledger.tables")
+        assert "may not" in seen(report, "L2")
+        assert "X1.1" in verdicts(report, Verdict.PASSED)
+    finally:
+        await connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+        await connection.close()
+    assert await keys(durable_redis) == set()
+
+
+async def test_a_database_without_tables_is_found(durable_redis: str, empty_postgres_url: str) -> None:
+    side = PostgresSide(empty_postgres_url)
+    try:
+        assert "migrate up" in await side.wrong_with_tables()
+    finally:
+        await side.close()
+
+
+# Names, and what killed runs leave -------------------------------------------------------------------
+
+
+def test_only_old_runs_are_left_over() -> None:
+    now_ms = time.time_ns() // 1_000_000
+    name = new_name(now_ms - OLD_MS - 1)
+    assert is_left_over(name, now_ms)
+    assert is_left_over(schema_of(name), now_ms)
+    for other in (new_name(now_ms), f"{name}x", f"x{name}", "holdfast-verify-", "holdfast_verify_mine", "public"):
+        assert not is_left_over(other, now_ms)
+
+
+def test_the_search_path_goes_before_what_the_url_says() -> None:
+    url = with_schema("postgresql://u:p%2F@h:1/db?sslmode=disable&options=-c%20search_path%3Dpublic", "mine")
+    assert url.startswith("postgresql://u:p%2F@h:1/db?sslmode=disable&options=")
+    assert url.endswith("-c+search_path%3Dpublic+-c+search_path%3Dmine")
+
+
+async def test_what_a_killed_run_left_is_removed_by_the_next_one(
+    durable_redis: str, postgres_url: str, tmp_path: Path
+) -> None:
+    old = new_name(time.time_ns() // 1_000_000 - OLD_MS - 60_000)
+    fresh = new_name(time.time_ns() // 1_000_000)
+    connection = await asyncpg.connect(postgres_url)
+    async with Redis.from_url(durable_redis) as redis:
+        for name in (old, fresh):
+            await redis.hset(RUNS, name, 1)
+            await redis.set(f"{{{name}:acceptance}}:job:1", "x")
+            await connection.execute(f"CREATE SCHEMA {schema_of(name)}")
+        await redis.set("theirs", "x")
+        try:
+            room = await Room.open(Settings(url=durable_redis, ledger=postgres_url))
+            await room.remove()
+            assert len(room.notes) == 2
+            assert all(old in note or schema_of(old) in note for note in room.notes)
+            kept = {f"{{{fresh}:acceptance}}:job:1".encode(), RUNS.encode(), b"theirs"}
+            assert await keys(durable_redis) == kept
+            assert await redis.hkeys(RUNS) == [fresh.encode()]
+            assert {name for name in await schemas(postgres_url) if "verify" in name} == {schema_of(fresh)}
+        finally:
+            await redis.delete(*await keys(durable_redis))
+            await connection.execute(f"DROP SCHEMA IF EXISTS {schema_of(fresh)}")
+            await connection.close()
+    file = tmp_path / f"{old}.engine.db"
+    file.write_bytes(b"")
+    room = await Room.open(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
+    await room.remove()
+    assert files(tmp_path) == []
+
+
+# The command -----------------------------------------------------------------------------------------
+
+
+def command(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    shell = environment(Path("/nonexistent"), **variables)
+    arguments = [sys.executable, "-m", "holdfast", "verify", *words]
+    return subprocess.run(arguments, env=shell, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    done = command("--deployment", "--json", HOLDFAST_URL=url)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["ok"] is True
+    assert {"id", "title", "done", "verdict", "seen", "seconds"} == set(document["results"][0])
+    assert done.stderr == ""
+
+
+def test_a_danger_is_exit_code_1_and_in_the_table(redis_url: str) -> None:
+    """The shared Redis has no append-only file."""
+    done = command("--deployment", HOLDFAST_URL=redis_url)
+    assert done.returncode == 1, done.stderr
+    header, *rows = done.stdout.splitlines()
+    assert header.split("\t") == ["criterion", "title", "verdict", "seconds", "seen"]
+    failed = [row.split("\t")[0] for row in rows if row.split("\t")[2] == "failed"]
+    assert failed == ["engine.persistence"]
+    assert "1 failed" in done.stderr
+
+
+def test_servers_that_do_not_answer_are_exit_code_3_and_a_sentence(durable_redis: str) -> None:
+    nobody = free_port()
+    for variables in (
+        {"HOLDFAST_URL": f"redis://127.0.0.1:{nobody}/0"},
+        {"HOLDFAST_URL": durable_redis, "HOLDFAST_LEDGER": f"postgresql://u:secret@127.0.0.1:{nobody}/db"},
+    ):
+        done = command("--deployment", **variables)
+        assert done.returncode == 3, done.stderr
+        assert done.stdout == ""
+        assert done.stderr.startswith("holdfast: ")
+        assert len(done.stderr.splitlines()) == 1
+        assert "secret" not in done.stderr
+
+
+def test_it_says_what_can_be_verified() -> None:
+    for words in ([], ["--ledger", "--deployment"]):
+        done = command(*words)
+        assert done.returncode == 2
+        assert "--ledger" in done.stderr
+        assert "--deployment" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_an_interrupted_run_removes_everything(
+    durable_redis: str, postgres_url: str, number: signal.Signals
+) -> None:
+    before = await tables(postgres_url)
+    shell = environment(Path("/nonexistent"), HOLDFAST_URL=durable_redis, HOLDFAST_LEDGER=postgres_url)
+    words = [sys.executable, "-m", "holdfast", "verify", "--deployment"]
+    process = await asyncio.create_subprocess_exec(
+        *words, env=shell, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 30
+        # In mid-run: jobs are there, and so is a worker process.
+        while not any(b":job:" in key for key in await keys(durable_redis)) or not children(process.pid):
+            assert time.monotonic() < deadline
+            assert process.returncode is None, await process.communicate()
+            await asyncio.sleep(0.05)
+        ours = children(process.pid)
+        process.send_signal(number)
+        async with asyncio.timeout(30):
+            _, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode not in (0, -signal.SIGKILL)
+    assert b"interrupted" in errors
+    assert await keys(durable_redis) == set()
+    assert await tables(postgres_url) == before
+    assert not any(map(is_alive, ours))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
