@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
 from holdfast.chaos.servers import PostgresServer, RedisServer, in_own_loop
+from holdfast.chaos.topologies import ClusterRedis, SentinelRedis, Topology
 from holdfast.ledger.migrate import migration_store, up
 from tests.brokers.kafka_server import kafka_server as kafka_server
 from tests.brokers.kafka_server import make_kafka as make_kafka
@@ -34,6 +35,8 @@ _BROKERS: Final = frozenset({"kafka", "kafka_server", "make_kafka", "rabbitmq_se
 
 MakeServer = Callable[..., RedisServer]
 MakePostgres = Callable[..., PostgresServer]
+MakeSentinel = Callable[..., SentinelRedis]
+MakeCluster = Callable[..., ClusterRedis]
 
 
 class Servers:
@@ -96,6 +99,64 @@ def make_redis(tmp_path: Path) -> Iterator[MakeServer]:
     yield make
     for server in made:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def sentinel_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A shared Redis behind sentinels that are too patient to fail over on a busy machine."""
+    topology = SentinelRedis(tmp_path_factory.mktemp("sentinel"), binary=find_server(REDIS), down_after_ms=60_000)
+    with _running(topology):
+        yield topology.url
+
+
+@pytest.fixture(scope="session")
+def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A shared Cluster of three masters without replicas."""
+    folder = tmp_path_factory.mktemp("cluster")
+    topology = ClusterRedis(folder, binary=find_server(REDIS), replicas=0, node_timeout_ms=60_000)
+    with _running(topology):
+        yield topology.url
+
+
+@pytest.fixture
+def make_sentinel(tmp_path: Path) -> Iterator[MakeSentinel]:
+    """Of a test's own, to be killed: `make_sentinel(REDIS_60, aof=True, options={"min-replicas-to-write": "1"})`."""
+    with ExitStack() as running:
+
+        def make(server: Server = REDIS, **settings: Any) -> SentinelRedis:
+            fresh = SentinelRedis(_new_folder(tmp_path, "sentinel"), binary=find_server(server), **settings)
+            running.enter_context(_running(fresh))
+            return fresh
+
+        yield make
+
+
+@pytest.fixture
+def make_cluster(tmp_path: Path) -> Iterator[MakeCluster]:
+    """Of a test's own, to be killed: `make_cluster(masters=3, replicas=1)`."""
+    with ExitStack() as running:
+
+        def make(server: Server = REDIS, **settings: Any) -> ClusterRedis:
+            fresh = ClusterRedis(_new_folder(tmp_path, "cluster"), binary=find_server(server), **settings)
+            running.enter_context(_running(fresh))
+            return fresh
+
+        yield make
+
+
+@contextmanager
+def _running(topology: Topology) -> Iterator[None]:
+    try:
+        topology.start()
+        yield
+    finally:
+        topology.stop()
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    folder = parent / f"{name}-{len(list(parent.glob(f'{name}-*')))}"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-from redis.asyncio import Redis
+import redis
+from redis.asyncio import Redis, RedisCluster
 
 from holdfast.engine.port import Engine, EngineOptions
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import Keys, Names
+from holdfast.engine.redis.url import Seeds, Sentinels, parse_url
 from holdfast.engine.redis.wire import decode_body, encode_body
 from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.testing.clock import ManualClock
@@ -49,9 +51,9 @@ class RedisHarness(EngineHarness):
 
     def __init__(self, url: str, namespace: str) -> None:
         self.url = url
-        self.names = Names(namespace=namespace)
+        self.names = Names(namespace=namespace, cluster=isinstance(parse_url(url), Seeds))
         #: Typed loosely: the client's types leave open whether replies are bytes or text.
-        self.redis: Any = Redis.from_url(url)
+        self.redis: Any = plain_client(url)
         self._made: list[Engine] = []
 
     async def make(self, **options: Any) -> Engine:
@@ -62,6 +64,11 @@ class RedisHarness(EngineHarness):
 
     def keys(self, queue: str) -> Keys:
         return Keys(queue, self.names)
+
+    async def configure(self, name: str, value: Any) -> None:
+        """CONFIG SET, on every server."""
+        where = {"target_nodes": RedisCluster.ALL_NODES} if self.names.cluster else {}
+        await self.redis.config_set(name, value, **where)
 
     async def advance(self, ms: int) -> None:
         queues = [queue.decode() for queue in await self.redis.smembers(self.names.queues)]
@@ -128,6 +135,18 @@ class RedisHarness(EngineHarness):
             page: list[bytes] = [key async for key in self.redis.scan_iter(match=pattern, count=_PAGE)]
             if page:
                 yield page
+
+
+def plain_client(url: str) -> Any:
+    """Another program's client of the same store: of one server, of a Cluster, or of what the sentinels name."""
+    place = parse_url(url)
+    if isinstance(place, Seeds):
+        return RedisCluster(host=place.addresses[0].host, port=place.addresses[0].port)
+    if isinstance(place, Sentinels):
+        with redis.Redis(host=place.addresses[0].host, port=place.addresses[0].port) as sentinel:
+            host, port = sentinel.sentinel_get_master_addr_by_name(place.service)
+        return Redis(host=host, port=port, db=place.master.db)
+    return Redis.from_url(url)
 
 
 H = TypeVar("H", SqliteHarness, RedisHarness)

@@ -27,9 +27,8 @@ from holdfast.observe.redact import compiled
 if TYPE_CHECKING:
     from holdfast.ledger.publishing import Publishing
 
-_SCHEMES = ("sqlite", "redis", "rediss")
-#: Accepted here, so that the engine can say that they are not supported yet.
-_RESERVED = ("redis+sentinel", "redis+cluster")
+#: Engines; the second `s` is TLS.
+_SCHEMES = ("sqlite", "redis", "rediss", *(f"redis{s}+{kind}" for kind in ("sentinel", "cluster") for s in ("", "s")))
 _LEDGER_SCHEMES = ("postgresql", "postgres", "sqlite")
 _DAY_S = 86_400
 
@@ -213,7 +212,7 @@ class Settings(BaseSettings):
     @classmethod
     def _known_scheme(cls, url: str) -> str:
         scheme, separator, _ = url.partition("://")
-        if not separator or scheme not in _SCHEMES + _RESERVED:
+        if not separator or scheme not in _SCHEMES:
             raise ValueError(f"must begin with one of {', '.join(s + '://' for s in _SCHEMES)}")
         return url
 
@@ -317,6 +316,11 @@ class Settings(BaseSettings):
         return parse_secrets(_secret_text(own or self.webhook_secret))
 
     @property
+    def on_cluster(self) -> bool:
+        """Whether the engine is a Redis Cluster, where the names of every queue carry a hash tag."""
+        return self.url.partition("://")[0].endswith("+cluster")
+
+    @property
     def embedded(self) -> bool:
         """Whether the engine's file is the ledger."""
         if not self.url.startswith("sqlite:"):
@@ -350,6 +354,7 @@ class Settings(BaseSettings):
             pending_idle_ms=round(self.reclaim_idle_s * 1000),
             result_limit=self.result_limit,
             result_ttl_ms=max(1, round(self.result_ttl_s * 1000)),
+            dlq_ttl_ms=max(1, round(self.retention_days * _DAY_S * 1000)),
             feed_limit=self.feed_limit,
             feed_tail=self.feed_tail,
             feed_max_bytes=self.feed_max_bytes,

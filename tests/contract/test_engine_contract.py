@@ -1,4 +1,5 @@
-"""The engine contract on every engine: SQLite, and Redis in the current, a middle and the oldest supported version."""
+"""The engine contract on every engine: SQLite, and Redis in the current, a middle and the oldest supported version,
+behind Sentinel, and as a Cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ class TestSqlite(EngineContract):
 
 @pytest.mark.redis
 class TestRedis(EngineContract):
-    @pytest.fixture(params=["redis_url", "redis_62_url", "redis_60_url"], ids=["current", "6.2", "6.0.9"])
+    @pytest.fixture(
+        params=["redis_url", "redis_62_url", "redis_60_url", "sentinel_url", "cluster_url"],
+        ids=["current", "6.2", "6.0.9", "sentinel", "cluster"],
+    )
     async def harness(self, request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[EngineHarness]:
         async with closing(RedisHarness(request.getfixturevalue(request.param), namespace)) as harness:
             yield harness

@@ -307,12 +307,11 @@ async def test_jobs_that_the_last_release_left_in_lane_0_go_on(
 async def test_a_full_redis_drains_every_lane_and_opens_no_new_one(
     redis_harness: RedisHarness, rig: Rig, keys: Keys
 ) -> None:
-    redis = redis_harness.redis
     back, parked, taken, last = [await rig.start_one(tenant_id="acme") for _ in range(4)]
     delayed = await rig.submit_one(tenant_id="zeta", delay_ms=1)
     await rig.submit(3, tenant_id="acme")
     await asyncio.sleep(0.002)
-    await redis.config_set("maxmemory", 1)
+    await redis_harness.configure("maxmemory", 1)
     try:
         with pytest.raises(EngineUnavailable):
             await rig.submit(1, tenant_id="new")
@@ -332,7 +331,7 @@ async def test_a_full_redis_drains_every_lane_and_opens_no_new_one(
         assert await rig.claim() == []
         assert await rig.open_jobs() == 0
     finally:
-        await redis.config_set("maxmemory", 0)
+        await redis_harness.configure("maxmemory", 0)
 
 
 # Keys ----------------------------------------------------------------------------------------------------

@@ -37,16 +37,17 @@ async def test_every_name_can_be_set(redis_harness: RedisHarness, namespace: str
     engine = RedisEngine(redis_harness.url, names, EngineOptions())
     await engine.open()
     redis, rig = redis_harness.redis, Rig(redis_harness, engine, "default")
+    before = redis_harness.names.prefix("default")
     try:
         claims = [await rig.start_one() for _ in range(4)]
-        (group,) = [g for g in await redis.xinfo_groups(f"{namespace}:queue:tasks") if g["name"] == b"ingest-workers"]
+        (group,) = [g for g in await redis.xinfo_groups(f"{before}queue:tasks") if g["name"] == b"ingest-workers"]
         assert group["pending"] == 4
         verdicts: list[Verdict] = [DeadLetter(FAILURE), RetryLater(60_000, FAILURE), Suspend(FAILURE)]
         for claim, verdict in zip(claims, verdicts, strict=False):
             await rig.settle(claim, verdict)
-        assert await redis.xlen(f"{namespace}:queue:tasks") == 1
-        assert await redis.xlen(f"{namespace}:out") == await redis.xlen(f"{namespace}:dead") == 1
-        assert await redis.zcard(f"{namespace}:later") == await redis.zcard(f"{namespace}:parked") == 1
+        assert await redis.xlen(f"{before}queue:tasks") == 1
+        assert await redis.xlen(f"{before}out") == await redis.xlen(f"{before}dead") == 1
+        assert await redis.zcard(f"{before}later") == await redis.zcard(f"{before}parked") == 1
     finally:
         await engine.close()
 
@@ -135,6 +136,19 @@ async def test_results_are_kept_by_age(redis_harness: RedisHarness) -> None:
     await rig.succeed(claim)
     assert await rig.engine.prune([QUEUE]) >= 1
     assert [fields[b"task_id"] for _, fields in await redis_harness.redis.xrange(result)] == [claim.job_id.encode()]
+
+
+@pytest.mark.parametrize("ledger", [True, False])
+async def test_entries_of_dead_letters_age_only_where_a_ledger_has_them(
+    redis_harness: RedisHarness, ledger: bool
+) -> None:
+    rig = await Rig.on(redis_harness, dlq_ttl_ms=60_000, ledger=ledger)
+    dlq = redis_harness.keys(QUEUE).dlq
+    await redis_harness.redis.xadd(dlq, {"task_id": "old"}, id="1000-0")
+    await redis_harness.redis.xadd(dlq, {"task_id": "new"})
+    await rig.engine.prune([QUEUE])
+    kept = [fields[b"task_id"] for _, fields in await redis_harness.redis.xrange(dlq)]
+    assert kept == ([b"new"] if ledger else [b"old", b"new"])
 
 
 async def test_the_feed_ages_only_while_nobody_reads_it(redis_harness: RedisHarness) -> None:

@@ -7,10 +7,13 @@ server has done the work: the fault that tells a repeatable operation from one t
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
 _CHUNK: Final = 64 * 1024
+#: A server that has said nothing for so long has answered all that it was asked.
+_SILENCE_S: Final = 0.05
 
 
 class Proxy:
@@ -43,9 +46,18 @@ class Proxy:
     def connections(self) -> int:
         return len(self._connections)
 
+    @property
+    def flows(self) -> bool:
+        """Whether it is not stalled."""
+        return self._flowing.is_set()
+
     def lose_reply(self, to: bytes = b"") -> None:
         """The next request that contains `to` reaches the server; its reply is lost and the connection cut."""
         self._doomed.append(to)
+
+    def spare(self) -> None:
+        """No reply that has not been lost yet is going to be."""
+        self._doomed.clear()
 
     def stall(self) -> None:
         """Nothing flows any more, in either direction; connections stay open."""
@@ -61,6 +73,13 @@ class Proxy:
         for connection in cut:
             connection.cancel()
         await asyncio.gather(*cut, return_exceptions=True)
+
+    def clear(self) -> None:
+        """As new: everything passes at once, and nothing more is going to be lost."""
+        self.spare()
+        self.delay_s = 0.0
+        self.refuse = False
+        self.flow()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -136,9 +155,19 @@ class _Link:
         while data := await self._server[0].read(_CHUNK):
             await self._proxy._flowing.wait()
             if self._doomed:
-                self._proxy.lost += 1
+                await self._lose()
                 return
             if self._proxy.delay_s:
                 await asyncio.sleep(self._proxy.delay_s)
             self._client[1].write(data)
             await self._client[1].drain()
+
+    async def _lose(self) -> None:
+        """Drop all that comes until the server has nothing more to say.
+
+        What came first may answer an earlier request: to cut now would take the doomed one from the server's hands.
+        """
+        self._proxy.lost += 1
+        with suppress(TimeoutError):
+            while await asyncio.wait_for(self._server[0].read(_CHUNK), _SILENCE_S):
+                pass

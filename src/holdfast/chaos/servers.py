@@ -59,6 +59,25 @@ class ServerProcess:
     def pid(self) -> int:
         return self._running().pid
 
+    @property
+    def ended(self) -> int | None:
+        """The exit code of a process that ended by itself; None while it runs, and once we have ended it."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a process, or was one that ended by itself."""
+        return self._process is not None
+
+    def forget(self) -> None:
+        """Of one that ended by itself: it can be started again."""
+        self._process = None
+        self._paused = False
+
+    def answers(self) -> bool:
+        """Whether it answers now, in its own protocol."""
+        return self._process is not None and self._answers()
+
     def start(self) -> None:
         """Start it and wait until it answers in its own protocol."""
         with self._log_file.open("ab") as log:

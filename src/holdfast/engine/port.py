@@ -82,6 +82,8 @@ class EngineOptions:
     #: `stream:result` keeps about so many entries, and none older than this.
     result_limit: int = 10_000
     result_ttl_ms: int = 86_400_000
+    #: With a ledger `stream:dlq` keeps no entry older than this; without one its entries are the record, and stay.
+    dlq_ttl_ms: int = 30 * 86_400_000
     #: Feed entries (batches) kept while no reader has ever registered.
     feed_limit: int = 1_000
     #: Entries kept behind the reader's position, for those who look over its shoulder (event streams).
@@ -92,7 +94,13 @@ class EngineOptions:
     publishing: Publishing | None = None
 
     def __post_init__(self) -> None:
-        for name in ("visibility_timeout_ms", "finished_ttl_ms", "idempotency_window_ms", "result_ttl_ms"):
+        for name in (
+            "visibility_timeout_ms",
+            "finished_ttl_ms",
+            "idempotency_window_ms",
+            "result_ttl_ms",
+            "dlq_ttl_ms",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"{name} must be at least 1, got {getattr(self, name)}")
 

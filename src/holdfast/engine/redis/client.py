@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ssl
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from importlib.resources import files
 from typing import Any, Final
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import hiredis
 
 from holdfast.core.states import MOVES
 from holdfast.engine.port import MAX_TENANTS
 from holdfast.engine.redis.connection import Address, Connection, NoReply, Subscription
-from holdfast.errors import EngineRefused, EngineUnavailable, InvalidOption
+from holdfast.errors import EngineRefused, EngineUnavailable
 
 
 class Purpose(StrEnum):
@@ -53,8 +51,21 @@ _NOT_NOW: Final[Mapping[str, str]] = {
 }
 
 
+#: Said by a server that is no master any more.
+_DEMOTED: Final = ("READONLY", "MASTERDOWN")
+
+
 class ScriptError(EngineRefused):
     """A command or script failed for a reason that is not the server's state of health."""
+
+
+class Redirected(ScriptError):
+    """Another node of a Cluster has the slot (`MOVED`), or has what this one has not (`ASK`). Nothing was applied."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"this Redis is a node of a Cluster; begin the URL with redis+cluster:// ({text})")
+        word, _, self.place = text.split(" ")[:3]
+        self.asks = word == "ASK"
 
 
 class ConnectionLost(EngineUnavailable):
@@ -77,11 +88,15 @@ class Client:
 
     def __init__(
         self,
-        locate: Callable[[], Awaitable[Address]],
+        address: Address,
         connect_timeout_s: float,
         reply_timeout_s: float,
+        *,
+        unblocks: bool = False,
     ) -> None:
-        self._locate = locate
+        self.address = address
+        #: Whether calls that block are given up so often that their connections are worth keeping.
+        self._unblocks = unblocks
         self._connect_timeout_s = connect_timeout_s
         self._reply_timeout_s = reply_timeout_s
         self._connections: dict[Purpose, Connection] = {}
@@ -141,18 +156,78 @@ class Client:
         connection = self._spare.pop() if self._spare else await self._open(Connection)
         self._lent.add(connection)
         try:
+            if self._unblocks and connection.id is None:
+                await connection.identify()
             reply = await connection.call(*command, blocks_s=blocks_s)
         except (OSError, hiredis.ReplyError) as exc:
+            self._lent.discard(connection)
             connection.close()
             raise translate(exc) from exc
         except BaseException:
-            # The server still holds this call.
-            connection.close()
+            self._give_up(connection)
             raise
-        finally:
-            self._lent.discard(connection)
+        self._lent.discard(connection)
         self._spare.append(connection)
         return reply
+
+    def _give_up(self, connection: Connection) -> None:
+        """The server still holds this connection's call: it is told to let go, or the connection is closed."""
+        messengers = (self._connections.get(purpose) for purpose in (Purpose.OTHER, Purpose.CLAIM))
+        messenger = next((each for each in messengers if each is not None and each.usable), None)
+        if messenger is None or connection.id is None:
+            self._lent.discard(connection)
+            connection.close()
+            return
+
+        def told(answer: asyncio.Future[Any]) -> None:
+            self._lent.discard(connection)
+            # 0: it was not blocked, or not yet.
+            if answer.cancelled() or answer.exception() or answer.result() != 1:
+                connection.close()
+            else:
+                self._spare.append(connection)
+
+        messenger.call(b"CLIENT", b"UNBLOCK", connection.id).add_done_callback(told)
+
+    async def read(
+        self, purpose: Purpose | None, head: Sequence[Any], streams: Mapping[bytes, Any], blocks_s: float
+    ) -> list[Any]:
+        """XREAD or XREADGROUP, which may block; without a purpose, on a connection that nobody else uses meanwhile."""
+        command = (*head, b"STREAMS", *streams, *streams.values())
+        if purpose is None:
+            return await self.call_apart(*command, blocks_s=blocks_s) or []
+        try:
+            return await self.call(purpose, *command, blocks_s=blocks_s) or []
+        except ScriptError:
+            raise
+        except BaseException:
+            # The server still holds this call; the next one must not stand behind it.
+            self.drop(purpose)
+            raise
+
+    async def ask(self, purpose: Purpose, *command: Any) -> Any:
+        """One command on a slot that is on its way to this node."""
+        connection = await self.connect(purpose)
+        # One behind the other: the first speaks for the next command only.
+        connection.call(b"ASKING")
+        try:
+            return await connection.call(*command)
+        except (OSError, hiredis.ReplyError) as exc:
+            raise self._failed(purpose, exc) from exc
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is under way."""
+        return not self._lent and not any(connection.busy for connection in self._connections.values())
+
+    async def time_ms(self, key: bytes | None = None) -> int:
+        """The clock of the server that has this key; without one, of any."""
+        seconds, microseconds = await self.call(Purpose.OTHER, b"TIME")
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    async def masters(self) -> list[Client]:
+        """All servers that have keys."""
+        return [self]
 
     def drop(self, purpose: Purpose) -> None:
         """Close one purpose's connection; the next call opens another."""
@@ -160,16 +235,22 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def close(self) -> None:
-        """Close all connections."""
+    def drop_all(self) -> None:
+        """Close all connections; the next call opens another."""
         for connection in (*self._connections.values(), *self._spare, *self._lent):
             connection.close()
         self._connections.clear()
         self._spare.clear()
 
+    def close(self) -> None:
+        """Close all connections."""
+        self.drop_all()
+
     async def _open(self, kind: type[Connection]) -> Connection:
+        return await self._connect(kind, self.address)
+
+    async def _connect(self, kind: type[Connection], address: Address) -> Connection:
         try:
-            address = await self._locate()
             return await kind.connect(address, self._connect_timeout_s, self._reply_timeout_s)
         except (OSError, TimeoutError, hiredis.ReplyError) as exc:
             raise translate(exc) from exc
@@ -178,9 +259,11 @@ class Client:
         error = translate(exc)
         if isinstance(exc, ConnectionError) and not isinstance(exc, NoReply):
             error = ConnectionLost(str(error))
-        if isinstance(exc, OSError) or "READONLY" in str(exc):
-            # A replica stays one: ask again where the master is.
+        if isinstance(exc, OSError):
             self.drop(purpose)
+        elif any(word in str(exc) for word in _DEMOTED):
+            # A replica stays one, for whoever only reads, too: ask again where the master is.
+            self.drop_all()
         return error
 
 
@@ -188,6 +271,8 @@ def translate(exc: Exception) -> EngineUnavailable:
     """What the caller should know and do."""
     text = str(exc)
     if isinstance(exc, hiredis.ReplyError):
+        if text.startswith(("MOVED ", "ASK ")):
+            return Redirected(text)
         for word, advice in _NOT_NOW.items():
             if word in text:
                 return EngineUnavailable(f"{advice} (Redis says: {text})")
@@ -195,39 +280,6 @@ def translate(exc: Exception) -> EngineUnavailable:
     if isinstance(exc, TimeoutError):
         return EngineUnavailable("Redis did not accept a connection in time; is it running and reachable?")
     return EngineUnavailable(f"Redis cannot be reached: {text or type(exc).__name__}; is it running at HOLDFAST_URL?")
-
-
-def parse_url(url: str) -> Address:
-    """`redis://user:password@host:port/db`, or `rediss://…?ssl_ca_certs=…` for TLS."""
-    parts = urlsplit(url)
-    query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    try:
-        port = parts.port or 6379
-        db = int(query.pop("db", parts.path.strip("/") or "0"))
-    except ValueError as exc:
-        raise InvalidOption(f"HOLDFAST_URL: port and database must be numbers in {parts.scheme}://…") from exc
-    tls = _tls(query) if parts.scheme == "rediss" else None
-    if query:
-        raise InvalidOption(f"HOLDFAST_URL: unknown parameters {', '.join(sorted(query))}")
-    return Address(
-        host=parts.hostname or "127.0.0.1",
-        port=port,
-        db=db,
-        username=unquote(parts.username) if parts.username else None,
-        password=unquote(parts.password) if parts.password else None,
-        tls=tls,
-    )
-
-
-def _tls(query: dict[str, str]) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=query.pop("ssl_ca_certs", None))
-    certificate = query.pop("ssl_certfile", None)
-    if certificate:
-        context.load_cert_chain(certificate, query.pop("ssl_keyfile", None))
-    if query.pop("ssl_cert_reqs", "required") == "none":
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def _constants() -> str:

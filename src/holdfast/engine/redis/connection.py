@@ -47,6 +47,8 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.TimerHandle | None = None
+        #: What the server calls it, if it was asked.
+        self.id: int | None = None
 
     @classmethod
     async def connect(cls, address: Address, connect_timeout_s: float, reply_timeout_s: float) -> Connection:
@@ -84,6 +86,11 @@ class Connection(asyncio.Protocol):
         """Whether calls can be made."""
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a reply is awaited."""
+        return bool(self._waiting)
+
     def call(self, *command: Any, blocks_s: float = 0.0) -> asyncio.Future[Any]:
         """Send a command; the future gets its reply. `blocks_s`: how long the server itself may take."""
         future = self._loop.create_future()
@@ -95,6 +102,13 @@ class Connection(asyncio.Protocol):
         if self._watch is None:
             self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._check_deadline)
         return future
+
+    async def identify(self) -> None:
+        """Ask the server for this connection's id; one that may not be told has none."""
+        try:
+            self.id = await self.call(b"CLIENT", b"ID")
+        except hiredis.ReplyError:
+            self.id = None
 
     def close(self) -> None:
         """Close now; calls under way fail."""

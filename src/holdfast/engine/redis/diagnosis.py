@@ -6,9 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from holdfast.engine.port import Finding
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Purpose, ScriptError
+from holdfast.engine.redis.client import Client, Purpose, ScriptError
 from holdfast.engine.redis.keys import PARKING
 from holdfast.engine.redis.store import Store
 from holdfast.errors import EngineUnavailable
@@ -19,31 +21,71 @@ _FULL: Final = 0.9
 
 
 class Diagnosis:
-    """Asks the server about itself."""
+    """Asks the server about itself; on a Cluster, every master."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def findings(self, queues: Sequence[str]) -> list[Finding]:
-        info = await self._info()
-        findings = [
-            _version(info),
-            await self._persistence(info),
-            await self._eviction(),
-            _memory(info),
-            _role(info),
-            await self._clock(),
-        ]
+        findings: list[Finding] = []
+        for node in await self._store.client.masters():
+            found = await _Server(node).findings()
+            if self._store.names.cluster:
+                where = f"{node.address.host}:{node.address.port}"
+                found = [msgspec.structs.replace(each, check=f"{each.check} of {where}") for each in found]
+            findings += found
         return findings + [await self._consumers(queue) for queue in queues]
 
+    async def _consumers(self, queue: str) -> Finding:
+        dead = 0
+        enough = 10 * self._store.options.visibility_timeout_ms
+        for _, stream in await self._store.lines_in_use(queue, Purpose.OTHER):
+            try:
+                rows = await self._store.client.call(
+                    Purpose.OTHER, b"XINFO", b"CONSUMERS", stream, self._store.names.group
+                )
+            except ScriptError:
+                continue
+            consumers = [wire.as_dict(row) for row in rows]
+            dead += sum(
+                1 for consumer in consumers if int(consumer[b"idle"]) > enough and consumer[b"name"] != PARKING.encode()
+            )
+        if not dead:
+            return Finding(f"consumers of {queue}", True, "no dead consumers")
+        return Finding(
+            f"consumers of {queue}",
+            False,
+            f"{dead} consumers gave no sign of life for {enough // 1000} s",
+            "run a worker or `holdfast upkeep`: it takes over their jobs and removes them",
+            warning=True,
+        )
+
+
+class _Server:
+    """One of them."""
+
+    def __init__(self, node: Client) -> None:
+        self._node = node
+
+    async def findings(self) -> list[Finding]:
+        info = await self._info()
+        findings = [_version(info), await self._persistence(info), await self._eviction(), _memory(info), _role(info)]
+        if info.get("cluster_enabled") == "1":
+            findings.append(await self._slots())
+        return [*findings, await self._clock()]
+
     async def _info(self) -> dict[str, str]:
-        text: bytes = await self._store.client.call(Purpose.OTHER, b"INFO")
-        pairs = (line.partition(":") for line in text.decode().splitlines() if ":" in line)
-        return {name: value for name, _, value in pairs}
+        return _pairs(await self._node.call(Purpose.OTHER, b"INFO"))
+
+    async def _slots(self) -> Finding:
+        info = _pairs(await self._node.call(Purpose.OTHER, b"CLUSTER", b"INFO"))
+        state, covered = info.get("cluster_state", "unknown"), info.get("cluster_slots_ok", "0")
+        advice = "" if state == "ok" else "bring its masters back; see CLUSTER NODES"
+        return Finding("cluster", state == "ok", f"state {state}, {covered} of 16384 slots are served", advice)
 
     async def _config(self, name: str) -> str | None:
         try:
-            reply = await self._store.client.call(Purpose.OTHER, b"CONFIG", b"GET", name)
+            reply = await self._node.call(Purpose.OTHER, b"CONFIG", b"GET", name)
         except EngineUnavailable:
             return None  # managed servers hide CONFIG, or forbid it (NOPERM)
         return reply[1].decode() if reply else None
@@ -81,7 +123,7 @@ class Diagnosis:
 
     async def _clock(self) -> Finding:
         before = time.time_ns() // 1_000_000
-        server = await self._store.now_ms()
+        server = await self._node.time_ms()
         after = time.time_ns() // 1_000_000
         skew = max(before - server, server - after, 0)
         return Finding(
@@ -92,29 +134,10 @@ class Diagnosis:
             warning=True,
         )
 
-    async def _consumers(self, queue: str) -> Finding:
-        dead = 0
-        enough = 10 * self._store.options.visibility_timeout_ms
-        for _, stream in await self._store.lines_in_use(queue, Purpose.OTHER):
-            try:
-                rows = await self._store.client.call(
-                    Purpose.OTHER, b"XINFO", b"CONSUMERS", stream, self._store.names.group
-                )
-            except ScriptError:
-                continue
-            consumers = [wire.as_dict(row) for row in rows]
-            dead += sum(
-                1 for consumer in consumers if int(consumer[b"idle"]) > enough and consumer[b"name"] != PARKING.encode()
-            )
-        if not dead:
-            return Finding(f"consumers of {queue}", True, "no dead consumers")
-        return Finding(
-            f"consumers of {queue}",
-            False,
-            f"{dead} consumers gave no sign of life for {enough // 1000} s",
-            "run a worker or `holdfast upkeep`: it takes over their jobs and removes them",
-            warning=True,
-        )
+
+def _pairs(text: bytes) -> dict[str, str]:
+    pairs = (line.partition(":") for line in text.decode().splitlines() if ":" in line)
+    return {name: value for name, _, value in pairs}
 
 
 def _version(info: dict[str, str]) -> Finding:

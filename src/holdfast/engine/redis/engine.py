@@ -17,7 +17,8 @@ and read its reply.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from holdfast.core.job import Claim, Consent, Envelope, Failure, JobView, Lease, Receipt
@@ -38,8 +39,8 @@ from holdfast.engine.port import (
     feed_finding,
 )
 from holdfast.engine.redis.answers import Answers
-from holdfast.engine.redis.client import Client, Purpose, parse_url
-from holdfast.engine.redis.connection import Address
+from holdfast.engine.redis.client import Client, Purpose
+from holdfast.engine.redis.cluster import ClusterClient
 from holdfast.engine.redis.controls import Controls, Hand
 from holdfast.engine.redis.diagnosis import Diagnosis
 from holdfast.engine.redis.intake import Intake
@@ -48,9 +49,10 @@ from holdfast.engine.redis.leases import Leases
 from holdfast.engine.redis.operators import Operators
 from holdfast.engine.redis.readers import Readers
 from holdfast.engine.redis.recovery import Recovery
+from holdfast.engine.redis.sentinel import SentinelClient
 from holdfast.engine.redis.settling import Settling
 from holdfast.engine.redis.store import Store
-from holdfast.errors import InvalidOption
+from holdfast.engine.redis.url import Seeds, Sentinels, is_cluster, parse_url
 from holdfast.observe.counts import Counts
 from holdfast.settings import Settings
 
@@ -59,7 +61,7 @@ _REPLY_TIMEOUT_S: Final = 10.0
 
 
 class RedisEngine(Engine):
-    """Decides, on one Redis (6.0 or later)."""
+    """Decides, on Redis 6.0 or later: one server, the master that sentinels name, or a Cluster."""
 
     def __init__(
         self,
@@ -74,9 +76,10 @@ class RedisEngine(Engine):
         self._url = url
         self.options = options or EngineOptions()
         self.counts = counts or Counts()
-        self._names = names or Names()
+        names = names or Names()
+        self._names = replace(names, cluster=True) if is_cluster(url) else names
         self._timeouts = (connect_timeout_s, reply_timeout_s)
-        client = Client(_locator(parse_url(url)), connect_timeout_s, reply_timeout_s)
+        client = _client(url, connect_timeout_s, reply_timeout_s)
         self._store = Store(client, self._names, self.options, self.counts)
         self._intake = Intake(self._store)
         self._leases = Leases(self._store)
@@ -90,9 +93,6 @@ class RedisEngine(Engine):
     @classmethod
     def from_settings(cls, settings: Settings) -> RedisEngine:
         """An engine as the settings describe it."""
-        scheme = settings.url.partition("://")[0]
-        if scheme not in ("redis", "rediss"):
-            raise InvalidOption(f"{scheme}:// is not supported yet; use redis:// or rediss://")
         names = Names(
             namespace=settings.namespace,
             stream_task=settings.stream_task,
@@ -148,13 +148,14 @@ class RedisEngine(Engine):
         return await self._leases.renew(leases, heartbeats)
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
-        count, next_due_at_ms, now_ms = 0, 0, 0
+        count, next_in_ms, now_ms = 0, -1, 0
         for queue in queues:
             keys = self._store.keys(queue)
             now, due, *members = await self._store.run(Purpose.OTHER, "due", queue, [keys.delayed, keys.retry], [limit])
             now_ms = int(now)
-            if due and (not next_due_at_ms or int(due) < next_due_at_ms):
-                next_due_at_ms = int(due)
+            # By the clock that the queue goes by; on a Cluster they differ a little.
+            if due and (next_in_ms < 0 or int(due) - now_ms < next_in_ms):
+                next_in_ms = max(0, int(due) - now_ms)
             jobs = [(job_id, name) for ids, name in zip(members, ("delayed", "retry"), strict=True) for job_id in ids]
             if jobs:
                 names = [*keys.streams, keys.delayed, keys.retry, keys.control, keys.wake, keys.lanes]
@@ -163,7 +164,7 @@ class RedisEngine(Engine):
                 lanes = self._store.lanes(queue).all()
                 count += await self._store.run_on_lines(Purpose.OTHER, "promote", queue, names, arguments, lanes)
         self.counts.promoted += count
-        return Promotion(count, next_due_at_ms, now_ms)
+        return Promotion(count, now_ms + next_in_ms if next_in_ms >= 0 else 0, now_ms)
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
         claims: list[Claim] = []
@@ -294,8 +295,10 @@ class RedisEngine(Engine):
         return healthy
 
 
-def _locator(address: Address) -> Callable[[], Awaitable[Address]]:
-    async def locate() -> Address:
-        return address
-
-    return locate
+def _client(url: str, connect_timeout_s: float, reply_timeout_s: float) -> Client:
+    place = parse_url(url)
+    if isinstance(place, Sentinels):
+        return SentinelClient(place, connect_timeout_s, reply_timeout_s)
+    if isinstance(place, Seeds):
+        return ClusterClient(place, connect_timeout_s, reply_timeout_s)
+    return Client(place, connect_timeout_s, reply_timeout_s)

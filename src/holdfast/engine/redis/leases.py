@@ -16,7 +16,7 @@ from holdfast.engine.redis.client import Purpose, ScriptError
 from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, WIDTH
 from holdfast.engine.redis.lanes import lanes_of
 from holdfast.engine.redis.store import Store
-from holdfast.errors import TransitionInvalid, UnknownJob
+from holdfast.errors import EngineUnavailable, TransitionInvalid, UnknownJob
 
 #: A worker that is woken and dies costs the others at most this long.
 _MAX_BLOCK_MS: Final = 5_000
@@ -100,18 +100,13 @@ class Leases:
         for queue in queues:
             keys = self._store.keys(queue)
             streams += (keys.wake,) if queue in self._paused else (*keys.awaited, keys.wake)
-        command = (b"XREADGROUP", b"GROUP", WAKE_GROUP, b"any", b"BLOCK", wait_ms, b"COUNT", 1, b"NOACK", b"STREAMS")
-        client = self._store.client
+        head = (b"XREADGROUP", b"GROUP", WAKE_GROUP, b"any", b"BLOCK", wait_ms, b"COUNT", 1, b"NOACK")
         try:
-            await client.call(Purpose.WAIT, *command, *streams, *(b">" for _ in streams), blocks_s=wait_ms / 1000)
+            await self._store.client.read(Purpose.WAIT, head, dict.fromkeys(streams, b">"), wait_ms / 1000)
         except ScriptError:
             # NOGROUP or UNBLOCKED: the store was wiped under us.
             for queue in queues:
                 await self._store.create_groups(queue)
-        except BaseException:
-            # The server still holds this call; the next one must not stand behind it.
-            client.drop(Purpose.WAIT)
-            raise
 
     # resume ----------------------------------------------------------------------------------------
 
@@ -119,7 +114,7 @@ class Leases:
         claims: list[Claim] = []
         for queue in queues:
             found = await self._own_pending(worker, queue, frozenset(held))
-            mine = await self._claims(worker, queue, found, await self._store.now_ms())
+            mine = await self._claims(worker, queue, found, await self._store.now_ms(queue))
             if mine:
                 keys = self._store.keys(queue)
                 records = await self._store.client.call(Purpose.OTHER, b"MGET", *(keys.job(c.job_id) for c in mine))
@@ -171,9 +166,18 @@ class Leases:
         groups: dict[tuple[str, str], list[Lease]] = {}
         for lease in leases:
             groups.setdefault((lease.queue, lease.worker), []).append(lease)
+        failure: EngineUnavailable | None = None
         for (queue, worker), group in groups.items():
-            for start in range(0, len(group), MAX_BATCH):
-                lost += await self._renew(queue, worker, group[start : start + MAX_BATCH], heartbeats)
+            try:
+                for start in range(0, len(group), MAX_BATCH):
+                    lost += await self._renew(queue, worker, group[start : start + MAX_BATCH], heartbeats)
+            except EngineUnavailable as exc:
+                # On a Cluster the leases of other queues must not run out because one node is gone.
+                if not self._store.names.cluster:
+                    raise
+                failure = exc
+        if failure is not None:
+            raise failure
         return lost
 
     async def _renew(

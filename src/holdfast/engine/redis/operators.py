@@ -59,7 +59,7 @@ class Operators:
             if not looked:
                 raise UnknownJob(job_id)
             view = view_of_reply(queue, job_id, looked)
-            now_ms = await store.now_ms()
+            now_ms = await store.now_ms(queue)
             before = {"state": view.state.value, "next_attempt_at_ms": view.next_attempt_at_ms}
             log = hand.log(before, before | {"next_attempt_at_ms": now_ms}, "job", job_id)
             told = {"actor": hand.actor, "reason": hand.reason, "next_attempt_at_ms": now_ms}
@@ -102,7 +102,7 @@ class Operators:
             return [b"illegal", view.state.value.encode()]
         if expected in (None, view.state) and is_legal(view.state, to):
             event = chosen_event(view.state, to, event)
-        now_ms = await store.now_ms()
+        now_ms = await store.now_ms(queue)
         failure = _failure(view, to, hand, event)
         meta = _meta(view, to, consent)
         body = wire.body_of_view(

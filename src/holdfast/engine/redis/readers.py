@@ -158,16 +158,11 @@ class Readers:
             if queue not in self._heard:
                 newest = await client.call(Purpose.LISTEN, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 1)
                 self._heard[queue] = newest[0][0] if newest else b"0-0"
-        positions = [self._heard[queue] for queue in by_stream.values()]
+        positions = {stream: self._heard[queue] for stream, queue in by_stream.items()}
         # BLOCK 0 would block for ever.
-        command = (b"XREAD", b"BLOCK", max(1, wait_ms), b"STREAMS", *by_stream, *positions)
-        try:
-            reply = await client.call(Purpose.LISTEN, *command, blocks_s=wait_ms / 1000)
-        except BaseException:
-            client.drop(Purpose.LISTEN)
-            raise
+        head = (b"XREAD", b"BLOCK", max(1, wait_ms))
         notices: list[Notice] = []
-        for stream, entries in reply or ():
+        for stream, entries in await client.read(Purpose.LISTEN, head, positions, wait_ms / 1000):
             queue = by_stream[stream]
             self._heard[queue] = entries[-1][0]
             notices += [_notice(queue, wire.as_dict(entry[1])) for entry in entries]
@@ -185,10 +180,10 @@ class Readers:
         queues = {self._store.keys(queue).feed: queue for queue in positions}
         # BLOCK 0 would block for ever.
         block = (b"BLOCK", wait_ms) if wait_ms > 0 else ()
-        after = (position or "0-0" for position in positions.values())
-        command = (b"XREAD", b"COUNT", 1, *block, b"STREAMS", *queues, *after)
-        reply = await self._store.client.call_apart(*command, blocks_s=max(0, wait_ms) / 1000)
-        return [queues[stream] for stream, _ in reply or ()]
+        after = {stream: positions[queue] or "0-0" for stream, queue in queues.items()}
+        head = (b"XREAD", b"COUNT", 1, *block)
+        reply = await self._store.client.read(None, head, after, max(0, wait_ms) / 1000)
+        return [queues[stream] for stream, _ in reply]
 
     async def register_reader(self, queue: str) -> None:
         keys = self._store.keys(queue)
@@ -212,14 +207,16 @@ class Readers:
     async def prune(self, queues: Sequence[str]) -> int:
         store = self._store
         count = 0
-        now_ms = await store.now_ms()
-        oldest_result = max(0, now_ms - store.options.result_ttl_ms)
-        oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
         enough = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
         for queue in queues:
-            keys = store.keys(queue)
+            keys, now_ms = store.keys(queue), await store.now_ms(queue)
+            oldest_result = max(0, now_ms - store.options.result_ttl_ms)
+            oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
             count += await self._trim(keys.result, f"{oldest_result}-0")
-            if not store.options.ledger:
+            if store.options.ledger:
+                # The ledger has the letter: an entry was added once it was there.
+                count += await self._trim(keys.dlq, f"{max(0, now_ms - store.options.dlq_ttl_ms)}-0")
+            else:
                 arguments = [oldest_entry, int(store.has_autoclaim)]
                 count += await store.run(Purpose.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
             count += await forget_consumers(store, queue, "", enough)

@@ -81,22 +81,23 @@ class Store:
         return os.urandom(6).hex()
 
     async def prepare(self) -> None:
-        """Learn the server's version."""
-        info: bytes = await self.client.call(Purpose.OTHER, b"INFO", b"server")
-        for line in info.decode().splitlines():
-            if line.startswith("redis_version:"):
-                self.version = tuple(int(part) for part in line.partition(":")[2].split(".")[:3] if part.isdigit())
+        """Learn the server's version; of several, the oldest."""
+        self.version = min([await _version(node) for node in await self.client.masters()])
 
-    async def now_ms(self) -> int:
-        """Redis's clock."""
-        seconds, microseconds = await self.client.call(Purpose.OTHER, b"TIME")
-        return int(seconds) * 1000 + int(microseconds) // 1000
+    async def now_ms(self, queue: str | None = None) -> int:
+        """Redis's clock; on a Cluster, that of the node which has the queue."""
+        return await self.client.time_ms(None if queue is None else self.keys(queue).control)
 
     async def introduce(self, queue: str, *, again: bool = False) -> None:
         """Make the queue known to `queues`; now and then again, since a store that was wiped has forgotten it."""
         now = time.monotonic()
         if again or self._known.get(queue, 0.0) < now:
-            await self.client.run(Purpose.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
+            try:
+                await self.client.run(Purpose.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
+            except EngineUnavailable:
+                # On a Cluster the list is on a node of its own; without it, queues that are on it already go on.
+                if again or queue not in self._known or not self.names.cluster:
+                    raise
             self._known[queue] = now + _KNOWN_S
 
     async def create_groups(self, queue: str) -> None:
@@ -150,3 +151,11 @@ class Store:
         of_queue = self.keys(queue)
         streams = [stream for lane in lanes for stream in of_queue.lane(lane)]
         return [*keys, *streams], [*arguments, " ".join(map(str, lanes))]
+
+
+async def _version(node: Client) -> tuple[int, ...]:
+    info: bytes = await node.call(Purpose.OTHER, b"INFO", b"server")
+    for line in info.decode().splitlines():
+        if line.startswith("redis_version:"):
+            return tuple(int(part) for part in line.partition(":")[2].split(".")[:3] if part.isdigit())
+    return (0,)

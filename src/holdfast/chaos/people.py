@@ -1,0 +1,184 @@
+"""The people of a chaos run: they approve and reject, cancel, replay dead letters, and settle effects in doubt.
+
+All of it through the HTTP service, again and again until there is an answer; what becomes of effects, for which the
+service has no door, through the same office as `holdfast effects resolve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.app import Holdfast
+from holdfast.chaos.jobs import Errand, errand, lines_outside
+from holdfast.chaos.journal import CANCELLED, REPLAYED, RESOLVED, Journal
+from holdfast.chaos.load import Refused, Web
+from holdfast.core.backoff import Backoff
+from holdfast.core.person import ALL_TENANTS, Person, Role
+from holdfast.core.states import OPERATOR_PREFIX
+from holdfast.dlq.suspended import SuspendedFilter
+from holdfast.errors import Conflict, EffectInDoubt, TransitionInvalid, Unavailable
+from holdfast.ledger.keyring import Keyring
+from holdfast.ledger.people import Action
+from holdfast.ledger.port import KeyState, Outcome
+from holdfast.offices import Offices
+
+_ROUND_S: Final = 0.5
+_HANDS: Final = 10
+#: One dead letter in so many is tried again.
+_REPLAY_ONE_OF: Final = 4
+_GONE: Final = frozenset({404, 409, 410})
+_PAGE: Final = 500
+#: Whoever watches over the run. Not the one who submits: nobody approves their own jobs.
+OVERSEER: Final = Person(name="overseer", role=Role.ADMIN, tenants=frozenset({ALL_TENANTS}))
+
+
+class People:
+    """They do their rounds until cancelled."""
+
+    def __init__(self, web: Web, journal: Journal, *, seed: int, folder: Path) -> None:
+        """`web`: with a token of a person who submits nothing."""
+        self._web = web
+        self._journal = journal
+        self._seed = seed
+        self._folder = folder
+        self._random = Random(f"{seed}:people")
+        self._cancelling: set[asyncio.Task[None]] = set()
+        self._seen_letters: set[str] = set()
+        #: So many votes at a time.
+        self._hands = asyncio.Semaphore(_HANDS)
+
+    def accepted(self, each: Errand, job_id: str) -> None:
+        """A job is there that they may have to do something about."""
+        if each.decision == "cancel":
+            task = asyncio.create_task(self._cancel(each, job_id, self._random.uniform(0, 1.5)))
+            self._cancelling.add(task)
+            task.add_done_callback(self._cancelling.discard)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for an answer that may still change something."""
+        return bool(self._cancelling)
+
+    async def run(self) -> None:
+        """Rounds without end. A service that is away is tried again."""
+        try:
+            await asyncio.gather(self._again_and_again(self._decide), self._again_and_again(self._replay))
+        finally:
+            for task in self._cancelling:
+                task.cancel()
+
+    async def _again_and_again(self, duty: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            # Who is not there now may be in the next round.
+            with suppress(Unavailable):
+                await duty()
+            await asyncio.sleep(_ROUND_S)
+
+    async def _cancel(self, each: Errand, job_id: str, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        path = f"/api/v1/jobs/{job_id}/cancel"
+        call = self._calling("POST", path, params={"queue": each.queue}, json={"reason": "nobody wants it"})
+        if await self._until_answered(call) is not None:
+            self._journal.write(CANCELLED, each.number, job_id)
+
+    async def _decide(self) -> None:
+        page = await self._web.call("GET", "/api/v1/approvals", params={"status": "requested", "limit": 500})
+        # Jobs whose receipts have not come yet have their turn in the next round.
+        known = [approval for approval in page["approvals"] if approval["job_id"] in self._journal.numbers]
+        await asyncio.gather(*map(self._vote, known))
+
+    async def _vote(self, approval: dict[str, Any]) -> None:
+        number = self._journal.numbers[approval["job_id"]]
+        path = f"/api/v1/approvals/{approval['approval_id']}/{errand(self._seed, number, self._folder).decision}"
+        async with self._hands:
+            await self._until_answered(self._calling("POST", path, json={"reason": "it was due"}))
+
+    async def _replay(self) -> None:
+        page = await self._web.call("GET", "/api/v1/dlq", params={"status": "open", "limit": 500})
+        for letter in page["letters"]:
+            number = self._journal.numbers.get(letter["job_id"])
+            if number is None or letter["dlq_id"] in self._seen_letters:
+                continue
+            self._seen_letters.add(letter["dlq_id"])
+            if number % _REPLAY_ONE_OF:
+                continue
+            call = self._calling("POST", f"/api/v1/dlq/{letter['dlq_id']}/replay", json={"reason": "try again"})
+            answer = await self._until_answered(call)
+            if answer is not None:
+                self._journal.write(REPLAYED, number, answer["job_id"], letter["job_id"])
+
+    def _calling(self, method: str, path: str, **request: Any) -> Callable[[], Awaitable[Any]]:
+        return lambda: self._web.call(method, path, **request)
+
+    async def _until_answered(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        """The answer; None if it was too late for that. No answer may mean that it was done: then it is too late."""
+        backoff = Backoff()
+        while True:
+            try:
+                return await call()
+            except Unavailable:
+                await asyncio.sleep(min(1.0, backoff.next_s()))
+            except Refused as exc:
+                if exc.status in _GONE:
+                    return None
+                raise
+
+
+async def settle_doubts(app: Holdfast, journal: Journal, folder: Path) -> int:
+    """Look at the outside world and say of every effect in doubt whether it was done; its job goes on.
+
+    Only when nobody can act any more who has lost the right to: all processes run, and had time to notice. Returns how
+    many jobs went on.
+    """
+    offices, settled = Offices.of(app), 0
+    happened = frozenset(lines_outside(folder))
+    page = await offices.suspended.list(OVERSEER, SuspendedFilter(error_code=EffectInDoubt.code), _PAGE)
+    for job in page.jobs:
+        number = journal.numbers.get(job.job_id)
+        if number is None:
+            continue
+        key = str(errand(journal.seed, number, folder).arguments["key"])
+        try:
+            await _resolve(app, job.tenant_id, key, done=key in happened)
+            await offices.operating.resume(OVERSEER, job.job_id, queue=job.queue, reason="somebody has looked")
+        except (TransitionInvalid, Conflict):
+            # The list is the ledger's, and a moment late.
+            continue
+        journal.write(RESOLVED, number, job.job_id, "done" if key in happened else "not done")
+        settled += 1
+    return settled
+
+
+async def _resolve(app: Holdfast, tenant_id: str, key: str, *, done: bool) -> None:
+    ledger = app.ledger_port
+    assert ledger is not None
+    row = await Keyring(ledger.queries.engine).find(tenant_id, key)
+    if row is None or row.state == KeyState.DONE:
+        # Free already, or its holder came back and has said so.
+        return
+    outcome = Outcome(
+        tenant_id=tenant_id,
+        key=key,
+        token=row.token,
+        state=KeyState.DONE if done else None,
+        value=msgspec.json.encode(key) if done else None,
+    )
+    action = Action(
+        type=f"{OPERATOR_PREFIX}resolve_effect",
+        actor=OVERSEER.name,
+        tenant_id=tenant_id,
+        target="effect",
+        target_id=key,
+        queue=row.queue,
+        reason="somebody has looked",
+        before={"state": row.state},
+        after={"state": KeyState.DONE.value if done else None},
+    )
+    await ledger.people.resolve_effect(outcome, action)

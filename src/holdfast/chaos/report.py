@@ -1,0 +1,99 @@
+"""The report of a chaos run: for people, for programs, and as Markdown for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from holdfast.chaos.checks import Findings
+from holdfast.chaos.model import Struck
+from holdfast.chaos.parts import group_of
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """One run, from the seed to the verdict."""
+
+    seed: int
+    topology: str
+    workers: int
+    jobs: int
+    rate: float
+    #: Writes the same run again.
+    command: str
+    struck: list[Struck] = []
+    findings: Findings = msgspec.field(default_factory=Findings)
+    #: What cannot be done on this machine, and why.
+    cannot: dict[str, str] = {}
+    load_s: float = 0.0
+    #: From the moment that everything was healed until the last job had ended.
+    ended_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.findings.ok
+
+    @property
+    def done(self) -> list[Struck]:
+        """The faults that could be done."""
+        return [each for each in self.struck if not each.skipped]
+
+
+def summary(report: Report) -> list[tuple[str, str]]:
+    """What was done and what came of it, as names and values."""
+    found = report.findings
+    ends = ", ".join(f"{count:,} {state}" for state, count in sorted(found.ended.items())) or "none"
+    return [
+        ("seed", str(report.seed)),
+        ("topology", f"{report.topology}, {report.workers} workers"),
+        ("jobs accepted", f"{found.accepted:,} of {report.jobs:,}"),
+        ("ends", ends),
+        ("replayed by people", f"{found.replayed:,}"),
+        ("faults", f"{len(report.done)} done, {len(report.struck) - len(report.done)} could not be"),
+        ("submissions in doubt", f"{found.submissions_in_doubt:,}, all submitted again"),
+        ("executions", f"{found.executions:,}, {found.repeated_executions:,} after a lost lease"),
+        ("effects", f"{found.effects:,}, {found.effects_in_doubt:,} of them in doubt for a while"),
+        ("events", f"{found.ledger.events:,}"),
+        ("restored, forked", f"{found.ledger.restores:,}, {found.ledger.forks:,}"),
+        ("anomalies", f"{sum(found.anomalies.values()):,}"),
+        ("seconds of load", f"{report.load_s:.0f}, and {report.ended_s:.0f} until the last job had ended"),
+        *([("forgotten by fail-overs", f"{found.forgotten:,}, none of them durable")] if found.forgetful else []),
+        ("lost", f"{found.lost:,}" if found.lost else "nothing"),
+        ("defects", f"{found.defect_count:,}" if found.defect_count else "none"),
+    ]
+
+
+FAULT_COLUMNS = ("fault", "part", "times", "median s", "longest s")
+
+
+def faults_table(struck: Sequence[Struck]) -> list[tuple[str, ...]]:
+    """By kind and group of parts: how often, and the seconds until work went on."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for each in struck:
+        if not each.skipped:
+            groups.setdefault((each.fault.kind.value, group_of(each.fault.target)), []).append(each.recovered_s)
+    return [
+        (kind, part, str(len(times)), _seconds(median(times)), _seconds(max(times) if min(times) >= 0 else -1.0))
+        for (kind, part), times in sorted(groups.items())
+    ]
+
+
+def document(report: Report) -> dict[str, object]:
+    """For programs."""
+    plain: dict[str, object] = msgspec.to_builtins(report)
+    return {"ok": report.ok, **plain}
+
+
+def markdown(report: Report) -> str:
+    """For the docs."""
+    lines = ["| what | |", "|---|---|", *(f"| {name} | {value} |" for name, value in summary(report)), ""]
+    lines += [f"| {' | '.join(FAULT_COLUMNS)} |", "|---|---|---:|---:|---:|"]
+    lines += [f"| {' | '.join(row)} |" for row in faults_table(report.struck)]
+    lines += ["", *(f"- {defect}" for defect in report.findings.defects)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _seconds(value: float) -> str:
+    return "never" if value < 0 else f"{value:.2f}"
