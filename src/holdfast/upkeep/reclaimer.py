@@ -56,4 +56,4 @@ class Reclaimer:
             _log.info("%d jobs of lost workers given back", len(claims))
         if len(claims) >= batch:
             return 0.0
-        return max(_MIN_PAUSE_S, self._settings.reclaim_interval_s) * self._random.uniform(0.8, 1.2)
+        return max(_MIN_PAUSE_S, self._settings.reclaim_interval_s) * self._random.uniform(0.6, 1.0)

@@ -174,8 +174,9 @@ class Fetcher:
         return round(min(_WAIT_S, left_s) * 1000)
 
     def _reclaim_pause(self) -> float:
+        """Never longer than the interval: it is what a lost lease waits at most. Uneven, so that workers take turns."""
         interval_s = max(_MIN_RECLAIM_S, self._settings.reclaim_interval_s)
-        return interval_s * self._random.uniform(0.8, 1.2)
+        return interval_s * self._random.uniform(0.6, 1.0)
 
     async def _recover(self) -> None:
         """Wait and try until the engine answers; then start what its lost replies had given us."""
