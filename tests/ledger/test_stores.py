@@ -398,6 +398,12 @@ async def test_another_engine_of_the_same_namespace_is_warned_of(
     assert await opened_with(two) == ""
 
 
+def test_the_hosts_of_an_engine_have_no_order() -> None:
+    sentinel = "redis+sentinel://u:secret@B:26379,a:26379/jobs/0"
+    assert engine_name(sentinel) == "redis+sentinel://a:26379,b:26379/jobs/0"
+    assert engine_name("redis+cluster://b:1,a:2") == engine_name("redis+cluster://:secret@a:2,b:1")
+
+
 async def test_a_database_without_tables_is_a_schema_mismatch(empty_postgres_url: str) -> None:
     store = PostgresStore(empty_postgres_url, QUICK, guard_for(""))
     for attempt in (store.transact(_one), store.execute("SELECT 1"), _read(store)):

@@ -135,7 +135,7 @@ def _translated(error: Exception, *, in_function: bool) -> Exception:
     if isinstance(error, sqlalchemy_errors.DBAPIError):
         down = down or error.connection_invalidated or isinstance(cause, OSError)
     elif not in_function:
-        down = down or isinstance(error, OSError | asyncpg.InterfaceError)
+        down = down or isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError)
     return Unavailable(f"the database does not answer: {error}") if down else error
 
 

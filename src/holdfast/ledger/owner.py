@@ -51,5 +51,9 @@ def engine_name(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "sqlite":
         return f"sqlite:///{Path(unquote(parts.path[1:])).resolve()}"
+    if "+" in parts.scheme:
+        # Sentinels, or nodes of a Cluster; the order in which they are named says nothing.
+        hosts = ",".join(sorted(parts.netloc.rpartition("@")[2].lower().split(",")))
+        return f"{parts.scheme}://{hosts}/{parts.path.strip('/')}"
     database = parts.path.strip("/") or "0"
     return f"{parts.scheme}://{parts.hostname or 'localhost'}:{parts.port or _REDIS_PORT}/{database}"

@@ -112,7 +112,7 @@ async def _look_at_engine(app: App) -> list[QueueSight] | None:
 
 
 async def _queue_sight(settings: Settings, engine: Engine, ledger: Ledger | None, stats: QueueStats) -> QueueSight:
-    prefix = queue_prefix(settings.namespace, stats.queue)
+    prefix = queue_prefix(settings.namespace, stats.queue, tagged=settings.on_cluster)
     running = stats.states.get(State.RUNNING, 0)
     waiting = max(0, stats.backlog - running)
     task_stream = f"{prefix}{settings.stream_task}"

@@ -18,6 +18,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from holdfast.core.backoff import Backoff
 from holdfast.engine.port import MAX_BATCH, Engine
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
 
@@ -32,6 +33,8 @@ T = TypeVar("T")
 _ANSWER_S: Final = 2.0
 #: … and is not waited for again so soon.
 _SILENT_S: Final = 5.0
+#: A ledger that has failed so often in a row is down.
+_TRIES: Final = 3
 
 
 class Patience:
@@ -76,7 +79,7 @@ async def admit(engine: Engine, ledger: Ledger | None, queue: str, patience: Pat
     count = 0
     if ledger is not None:
         try:
-            count = await _refill(engine, ledger, queue, patience)
+            count = await _refill_in_earnest(engine, ledger, queue, patience)
         except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
             # Without its tables, or with somebody else's, it is as good as down: who opens it is told.
             _log.warning(
@@ -89,6 +92,18 @@ async def admit(engine: Engine, ledger: Ledger | None, queue: str, patience: Pat
     if count:
         _log.warning("the engine had lost its memory of queue %s; %d idempotency keys are known again", queue, count)
     return count
+
+
+async def _refill_in_earnest(engine: Engine, ledger: Ledger, queue: str, patience: Patience | None) -> int:
+    """Try again if it fails: one connection that breaks is no ledger that is down, and would cost all keys."""
+    backoff = Backoff()
+    while True:
+        try:
+            return await _refill(engine, ledger, queue, patience)
+        except LedgerUnavailable:
+            if backoff.failures == _TRIES - 1:
+                raise
+            await asyncio.sleep(backoff.next_s())
 
 
 async def _refill(engine: Engine, ledger: Ledger, queue: str, patience: Patience | None) -> int:

@@ -12,8 +12,11 @@ import asyncpg
 
 from holdfast.errors import HoldfastError, LedgerUnavailable
 
-#: What a driver raises when the store, and not the statement, is at fault.
-DOWN: Final = (OSError, asyncio.TimeoutError, asyncpg.InterfaceError, asyncpg.PostgresError)
+#: What a driver raises when the connection is gone. asyncpg's internal error: the server's farewell came between two
+#: statements, and the end of the connection is still on its way.
+_LOST: Final = (OSError, asyncio.TimeoutError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+#: What it raises when the store, and not the statement, is at fault.
+DOWN: Final = (*_LOST, asyncpg.PostgresError)
 
 _ADVICE: Final[dict[type[BaseException], str]] = {
     ConnectionRefusedError: "nothing listens there; start PostgreSQL, or check host and port",
@@ -39,6 +42,7 @@ _ADVICE: Final[dict[type[BaseException], str]] = {
     asyncpg.SerializationError: "another transaction was faster; it will be tried again",
     asyncpg.IdleInTransactionSessionTimeoutError: "a transaction stood idle for too long and was ended",
     asyncpg.ConnectionDoesNotExistError: "the connection broke; it will be made again",
+    asyncpg.InternalClientError: "the connection broke; it will be made again",
     asyncio.TimeoutError: "it accepts connections but does not answer in time; it may be stopped, or overloaded",
 }
 
@@ -61,7 +65,7 @@ def is_lost(error: BaseException) -> bool:
     """Whether the connection is gone, rather than the statement refused."""
     if isinstance(error, asyncpg.PostgresError):
         return (error.sqlstate or "").startswith(("08", "57P"))
-    return isinstance(error, (OSError, asyncio.TimeoutError, asyncpg.InterfaceError)) and not _is_mistake(error)
+    return isinstance(error, _LOST) and not _is_mistake(error)
 
 
 @contextmanager
