@@ -43,6 +43,7 @@ WANTED = {
     "holdfast jobs counts",
     "holdfast explain",
     "holdfast verify",
+    "holdfast chaos",
     "holdfast reconcile",
     "holdfast jobs list",
     "holdfast jobs resume",

@@ -180,9 +180,8 @@ class Load:
             tries += 1
             try:
                 job_id = await way(each)
-            except NotDurableYet as exc:
-                job_id = exc.job_id
-            except (Unavailable, IntakeRefused, OSError, TimeoutError) as exc:
+            # Accepted but not durable yet is not what was asked for: the same key again, until it is.
+            except (Unavailable, IntakeRefused, NotDurableYet, OSError, TimeoutError) as exc:
                 self._journal.write(IN_DOUBT, each.number, note=_told(exc))
                 await asyncio.sleep(min(1.0, backoff.next_s()))
                 continue

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import doctor, explain, log, reconcile, run, serve, submit, verify
+from holdfast.cli import chaos, doctor, explain, log, reconcile, run, serve, submit, verify
 from holdfast.cli.approvals import approvals
 from holdfast.cli.deciding import dlq
 from holdfast.cli.effects import effects
@@ -48,6 +48,7 @@ log.register(app)
 app.add_typer(migrate, name="migrate")
 doctor.register(app)
 verify.register(app)
+chaos.register(app)
 
 
 def _print_version(wanted: bool) -> None:

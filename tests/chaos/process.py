@@ -1,0 +1,213 @@
+"""A process of holdfast that takes one step at a time: the product's own parts, without the loops around them.
+
+So every run makes the same calls in the same order. Where a loop of the product would catch an error and try again,
+so does the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+from holdfast import Holdfast
+from holdfast.core.job import JobView
+from holdfast.core.verdict import Answer, Settlement
+from holdfast.effects.tools import Tools
+from holdfast.engine.port import MAX_BATCH, Engine
+from holdfast.errors import EngineUnavailable, Unavailable
+from holdfast.guard.approvals import Approvals
+from holdfast.ledger.port import Ledger
+from holdfast.offices import Offices
+from holdfast.upkeep.loop import Queues
+from holdfast.upkeep.projector import Projector
+from holdfast.upkeep.pruner import Pruner
+from holdfast.upkeep.reconciler import Reconciler, Report
+from holdfast.upkeep.replays import Replays
+from holdfast.worker.fetcher import Fetcher
+from holdfast.worker.run import Held
+from holdfast.worker.runner import Runner
+from holdfast.worker.settler import Settler
+from tests.chaos.places import Place
+
+_TRIES: Final = 8
+
+
+class StepFetcher(Fetcher):
+    """One turn at a time, which waits for nothing."""
+
+    async def turn(self) -> None:
+        """As `run` does, until one has succeeded."""
+        self._reclaim_at = 0.0
+        while True:
+            try:
+                await self._turn()
+            except EngineUnavailable:
+                await self._recover()
+            else:
+                return
+
+    def _wait_ms(self) -> int:
+        return 0
+
+
+class StepProjector(Projector):
+    """One turn at a time."""
+
+    async def turn(self) -> None:
+        """As `run` does, once; then what it tells the engine has been told."""
+        self._round_at = 0.0
+        for track in self._tracks.values():
+            track.looked_at = 0.0
+        try:
+            await self._turn()
+        except Unavailable:
+            await self._let_go()
+        telling = [track.telling for track in self._tracks.values() if track.telling is not None]
+        await asyncio.gather(*telling, return_exceptions=True)
+        for track in self._tracks.values():
+            if track.tell_at:
+                track.tell_at = 0.001
+        self._letters._later.clear()
+
+
+class StepSettler(Settler):
+    """Remembers which verdicts it was told are stale."""
+
+    stale = 0
+
+    def _note(self, settlements: Sequence[Settlement], answers: Sequence[Answer]) -> None:
+        self.stale += answers.count(Answer.STALE)
+        super()._note(settlements, answers)
+
+
+class Process:
+    """Opened, it has all parts of a worker with upkeep."""
+
+    def __init__(self, place: Place, app: Holdfast, number: int) -> None:
+        self.place = place
+        self.app = app
+        self.number = number
+        self.name = f"process-{number}"
+        self._held: Held = set()
+        self._pruned = False
+
+    @property
+    def engine(self) -> Engine:
+        return self.app.engine
+
+    @property
+    def ledger(self) -> Ledger:
+        ledger = self.app.ledger_port
+        assert ledger is not None
+        return ledger
+
+    @property
+    def offices(self) -> Offices:
+        return Offices.of(self.app)
+
+    async def open(self) -> None:
+        await again(self.app.open)
+
+    async def close(self) -> None:
+        if "_runner" in self.__dict__:
+            await self._runner.close()
+        await self.app.close()
+
+    # A worker ---------------------------------------------------------------------------------------
+
+    async def work(self, queues: Sequence[str] = ()) -> None:
+        """Claim what may run, run it, and have every verdict answered."""
+        self._fetcher._queues = tuple(queues or await again(self.engine.queues))
+        if self._fetcher._queues:
+            await self._fetcher.turn()
+            await self._done()
+
+    async def _done(self) -> None:
+        while self._held:
+            await asyncio.sleep(0)
+            await self._settler.flush(10)
+        # No process here outlives its leases: what it settles is applied, or was when the reply was lost.
+        assert not self._settler.stale, "a worker that held its lease was told that its verdict is stale"
+
+    @cached_property
+    def _settler(self) -> StepSettler:
+        return StepSettler(self.engine, self._held)
+
+    @cached_property
+    def _runner(self) -> Runner:
+        app = self.app
+
+        async def ledger() -> Ledger | None:
+            return app.ledger_port
+
+        async def find(queue: str, job_id: str) -> JobView | None:
+            return (await app.engine.get(queue, [job_id]))[0]
+
+        tools = Tools(
+            ledger,
+            find,
+            lambda: self._runner.now_ms(),
+            app.engine.counts,
+            lease_s=app.settings.visibility_timeout_s,
+            payload_limit=app.settings.payload_limit,
+        )
+        return Runner(app.plans, self._settler, self._held, 1, tools=tools, gate=app.gate(app.ledger_port))
+
+    @cached_property
+    def _fetcher(self) -> StepFetcher:
+        return StepFetcher(self.engine, self.name, ["default"], self._runner, self._held, self.app.settings)
+
+    # Upkeep -----------------------------------------------------------------------------------------
+
+    async def keep(self) -> None:
+        """One turn of everything that a worker with upkeep does beside its jobs."""
+        queues = await again(self.engine.queues)
+        if queues:
+            await again(lambda: self.engine.promote(queues, MAX_BATCH))
+            if not self._pruned:
+                # Once is enough: it has many small steps.
+                await again(lambda: Pruner(self.engine, Queues(self.engine, queues))._turn())
+                self._pruned = True
+        if self.place.apart:
+            await self.project()
+        if self.place.has_ledger:
+            await again(lambda: Replays(self.engine, self.ledger)._letters.carry_on(100))
+            approvals = Approvals(self.engine, self.ledger)
+            await again(lambda: approvals.expire(100))
+            await again(lambda: approvals.carry_on(100))
+
+    async def project(self) -> None:
+        if self.place.apart:
+            await self._projector.turn()
+
+    @cached_property
+    def _projector(self) -> StepProjector:
+        return StepProjector(self.engine, self.ledger, name=self.name, lease_ms=1, linger_s=0.0, round_s=0.0)
+
+    async def reconcile(self) -> Report:
+        """A pass, with the projector beside it, which it waits for."""
+
+        async def project() -> None:
+            while True:
+                await self.project()
+                await asyncio.sleep(0.002)
+
+        beside = asyncio.create_task(project())
+        try:
+            report: Report = await again(lambda: Reconciler(self.engine, self.ledger).reconcile())
+            return report
+        finally:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+
+
+async def again(step: Callable[[], Awaitable[Any]]) -> Any:
+    """Until the store answers, as every loop and every patient caller does."""
+    for _ in range(_TRIES):
+        try:
+            return await step()
+        except Unavailable:
+            continue
+    return await step()

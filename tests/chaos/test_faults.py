@@ -1,0 +1,307 @@
+"""Each fault does to a real deployment what it says, and what it broke is whole again afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from time import monotonic
+
+import asyncpg
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError, ResponseError
+
+from holdfast.chaos.deployment import Deployment
+from holdfast.chaos.faults import strike
+from holdfast.chaos.model import Fault, Kind
+from holdfast.chaos.servers import ServerProcess
+from tests.faults.support import eventually
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.redis,
+    pytest.mark.postgres,
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
+    async with Deployment(tmp_path_factory.mktemp("chaos"), workers=2, seed=1) as deployment:
+        yield deployment
+    assert deployment.notes() == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def deployment(shared: Deployment) -> AsyncIterator[Deployment]:
+    """The one that the tests of this file share; each finds it whole."""
+    before = shared.notes()
+    yield shared
+    await shared.heal()
+    assert shared.notes() == before
+
+
+@asynccontextmanager
+async def struck(
+    deployment: Deployment, kind: Kind, target: str, seconds: float = 0, number: int = 1
+) -> AsyncIterator[None]:
+    """The block runs while the fault is on; afterwards it is over."""
+    fault = Fault(number=number, at=0, kind=kind, target=target, seconds=seconds)
+    striking = asyncio.create_task(strike(deployment, fault))
+    try:
+        await asyncio.sleep(0)
+        yield
+        assert await striking == ""
+    finally:
+        striking.cancel()
+        await asyncio.gather(striking, return_exceptions=True)
+
+
+async def hurt(deployment: Deployment, kind: Kind, target: str, seconds: float = 0, number: int = 1) -> str:
+    return await strike(deployment, Fault(number=number, at=0, kind=kind, target=target, seconds=seconds))
+
+
+def redis_of(deployment: Deployment, *, through_proxy: bool = True) -> Redis:
+    variables = deployment.environment if through_proxy else deployment.direct
+    return Redis.from_url(variables["HOLDFAST_URL"], retry=None, socket_timeout=10)
+
+
+def state(process: ServerProcess) -> str:
+    """The kernel's letter: T is stopped."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def set_works(deployment: Deployment) -> bool:
+    async with redis_of(deployment) as redis:
+        try:
+            return bool(await redis.set("test", "1"))
+        except (RedisError, OSError):
+            return False
+
+
+async def insert_works(deployment: Deployment) -> bool:
+    try:
+        connection = await asyncpg.connect(deployment.environment["HOLDFAST_LEDGER"], timeout=5)
+    except (OSError, asyncpg.PostgresError):
+        return False
+    try:
+        await connection.execute("CREATE TABLE IF NOT EXISTS test (x text); INSERT INTO test VALUES ('a')")
+        return True
+    except (OSError, asyncpg.PostgresError):
+        return False
+    finally:
+        connection.terminate()
+
+
+async def test_all_parts_run_and_can_be_hurt(deployment: Deployment) -> None:
+    assert list(deployment.parts) == ["postgres", "redis", "worker-1", "worker-2", "upkeep-1", "server-1"]
+    every = set().union(*(part.kinds for part in deployment.parts.values()))
+    assert every | ({Kind.FILL} if deployment.cannot else set()) == set(Kind) - {Kind.FAIL_OVER}
+
+
+@pytest.mark.parametrize("target", ["worker-1", "upkeep-1", "server-1", "redis", "postgres"])
+@pytest.mark.parametrize("kind", [Kind.KILL, Kind.RESTART])
+async def test_it_is_another_process_afterwards(deployment: Deployment, kind: Kind, target: str) -> None:
+    process = deployment.parts[target].process
+    before = process.pid
+    assert await hurt(deployment, kind, target) == ""
+    assert process.pid != before
+    assert process.answers()
+    assert not lives(before)
+
+
+@pytest.mark.parametrize("target", ["worker-2", "redis", "postgres"])
+async def test_a_stopped_process_stands_still_and_goes_on(deployment: Deployment, target: str) -> None:
+    process = deployment.parts[target].process
+    before = process.pid
+    async with struck(deployment, Kind.STOP, target, 0.3):
+        await eventually(lambda: state(process) == "T", "it to stand still")
+    assert process.pid == before
+    assert state(process) != "T"
+    assert process.answers()
+
+
+async def test_a_cut_ends_connections_once(deployment: Deployment) -> None:
+    async with redis_of(deployment) as redis:
+        await redis.ping()
+        await hurt(deployment, Kind.CUT, "redis")
+        with pytest.raises(RedisConnectionError):
+            await redis.ping()
+        assert await redis.ping()
+
+
+async def test_replies_are_slow_for_a_while(deployment: Deployment) -> None:
+    async with redis_of(deployment) as redis:
+        await redis.ping()
+        async with struck(deployment, Kind.SLOW, "redis", 0.2):
+            await eventually(lambda: all(door.delay_s >= 0.05 for door in deployment.ways["redis"]), "it to be slow")
+            began = monotonic()
+            await redis.ping()
+            assert monotonic() - began >= 0.05
+    assert not any(door.delay_s for door in deployment.ways["redis"])
+
+
+async def test_a_stall_of_one_worker_is_not_a_stall_of_all(deployment: Deployment) -> None:
+    async with struck(deployment, Kind.STALL, "worker-1", 0.3):
+        assert await set_works(deployment)
+        assert all(not door.flows for door in deployment.parts["worker-1"].doors)
+        assert all(door.flows for door in deployment.parts["worker-2"].doors)
+    assert all(door.flows for door in deployment.parts["worker-1"].doors)
+
+
+async def test_nothing_passes_while_redis_is_stalled(deployment: Deployment) -> None:
+    async with redis_of(deployment) as redis:
+        await redis.ping()
+        began = monotonic()
+        async with struck(deployment, Kind.STALL, "redis", 0.4):
+            await asyncio.sleep(0.05)
+            await redis.ping()
+            assert monotonic() - began >= 0.4
+
+
+async def test_a_script_whose_reply_is_lost_has_been_applied(deployment: Deployment) -> None:
+    async with redis_of(deployment, through_proxy=False) as direct, redis_of(deployment) as redis:
+        await direct.delete("lost")
+        sha = await direct.script_load("return redis.call('INCR', KEYS[1])")
+        async with struck(deployment, Kind.LOSE_REPLY, "redis", 0.3):
+            for count in (1, 2, 3):
+                with pytest.raises(RedisConnectionError):
+                    await redis.evalsha(sha, 1, "lost")
+                assert await direct.get("lost") == str(count).encode()
+        assert await redis.evalsha(sha, 1, "lost") == 4
+
+
+async def test_a_transaction_whose_reply_is_lost_has_been_committed(deployment: Deployment) -> None:
+    direct = await asyncpg.connect(deployment.direct["HOLDFAST_LEDGER"])
+    await direct.execute("DROP TABLE IF EXISTS lost; CREATE TABLE lost (x int)")
+    through = await asyncpg.connect(deployment.environment["HOLDFAST_LEDGER"])
+    async with struck(deployment, Kind.LOSE_REPLY, "postgres", 0.3):
+        await through.execute("BEGIN")
+        await through.copy_records_to_table("lost", records=[(1,)])
+        with pytest.raises((OSError, asyncpg.PostgresError)):
+            await through.execute("COMMIT")
+        assert await direct.fetchval("SELECT count(*) FROM lost") == 1
+    through.terminate()
+    await direct.close()
+
+
+async def test_a_web_server_loses_replies_to_posts_only(deployment: Deployment) -> None:
+    host, _, port = deployment.http_url.removeprefix("http://").partition(":")
+
+    async def ask(method: str) -> bytes:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        path = "/healthz" if method == "GET" else "/api/v1/jobs"
+        writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
+        try:
+            return await reader.read()
+        except OSError:
+            return b""
+        finally:
+            writer.close()
+
+    async with struck(deployment, Kind.LOSE_REPLY, "server-1", 0.2):
+        assert b" 200 " in (await ask("GET")).splitlines()[0]
+        assert await ask("POST") == b""
+    assert b" 401 " in (await ask("POST")).splitlines()[0]
+
+
+async def test_a_fault_that_met_nobody_says_so(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.chaos.faults._TRAFFIC_S", 0.1)
+    assert "nobody asked" in await hurt(deployment, Kind.LOSE_REPLY, "server-1", 0.1)
+
+
+async def test_what_cannot_be_done_is_skipped_with_a_reason(deployment: Deployment) -> None:
+    assert "cannot be done" in await hurt(deployment, Kind.FAIL_OVER, "redis")
+    assert "cannot be done" in await hurt(deployment, Kind.FILL, "worker-1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk to fill")
+class TestFullDisks:
+    async def test_redis_refuses_writes(self, deployment: Deployment) -> None:
+        async with redis_of(deployment) as redis:
+            async with struck(deployment, Kind.FILL, "redis", 0.8, number=2):
+
+                async def refused() -> bool:
+                    try:
+                        await redis.set("big", os.urandom(65_536))
+                    except ResponseError as exc:
+                        return str(exc).startswith("MISCONF")
+                    return False
+
+                await eventually(refused, "MISCONF")
+                pid = deployment.parts["redis"].process.pid
+            assert deployment.parts["redis"].process.pid == pid
+            assert await redis.set("test", "1")
+            assert (await redis.config_get("appendfsync"))["appendfsync"] == "always"
+
+    async def test_redis_that_must_have_written_before_it_answers_goes_down_and_comes_back(
+        self, deployment: Deployment
+    ) -> None:
+        process = deployment.parts["redis"].process
+        async with redis_of(deployment, through_proxy=False) as redis:
+            await redis.set("kept", "1")
+            before = process.pid
+            async with struck(deployment, Kind.FILL, "redis", 0.8, number=1):
+
+                async def down() -> bool:
+                    with suppress(RedisError):
+                        await redis.set("big", os.urandom(65_536))
+                    return process.ended is not None
+
+                await eventually(down, "it to go down")
+            assert process.pid != before
+            assert await redis.get("kept") == b"1"
+            assert await set_works(deployment)
+
+    async def test_postgres_cannot_write(self, deployment: Deployment) -> None:
+        async with struck(deployment, Kind.FILL, "postgres", 1.0):
+            connection = await asyncpg.connect(deployment.direct["HOLDFAST_LEDGER"])
+            # More than what is left of the segments that it has already.
+            with pytest.raises((OSError, asyncpg.DiskFullError, asyncpg.PostgresConnectionError)):
+                await connection.execute(
+                    "CREATE TABLE big AS SELECT repeat(md5(n::text), 8) FROM generate_series(1, 500000) AS n"
+                )
+            connection.terminate()
+        await eventually(lambda: insert_works(deployment), "it to write again")
+        assert not deployment.parts["postgres"].disk.full  # type: ignore[union-attr]
+
+
+async def test_faults_on_two_parts_overlap_and_on_one_wait_for_each_other(deployment: Deployment) -> None:
+    began = monotonic()
+    await asyncio.gather(hurt(deployment, Kind.STALL, "redis", 0.3), hurt(deployment, Kind.STALL, "postgres", 0.3))
+    assert monotonic() - began < 0.55
+    began = monotonic()
+    await asyncio.gather(hurt(deployment, Kind.STALL, "redis", 0.3), hurt(deployment, Kind.SLOW, "redis", 0.3))
+    assert monotonic() - began >= 0.6
+
+
+async def test_healing_heals_what_a_cancelled_fault_left(deployment: Deployment) -> None:
+    for kind, target in ((Kind.STOP, "worker-1"), (Kind.STALL, "redis"), (Kind.FILL, "postgres")):
+        if kind not in deployment.parts[target].kinds:
+            continue
+        striking = asyncio.create_task(hurt(deployment, kind, target, 60))
+        await asyncio.sleep(0.2)
+        striking.cancel()
+        await asyncio.gather(striking, return_exceptions=True)
+    await deployment.heal()
+    assert state(deployment.parts["worker-1"].process) != "T"
+    assert await set_works(deployment)
+    await eventually(lambda: insert_works(deployment), "PostgreSQL to write")
+
+
+async def test_a_death_that_is_nobodys_doing_is_noted_and_the_part_started_again(shared: Deployment) -> None:
+    process = shared.parts["worker-2"].process
+    before = process.pid
+    os.kill(before, 9)
+    await eventually(lambda: process.ended is None and process.pid != before and process.answers(), "a new worker")
+    assert shared.notes() == ["worker-2 ended with signal 9 though nobody had hurt it"]
+    shared._notes.clear()

@@ -1,0 +1,119 @@
+"""However a deployment ends, nothing is left but its logs: no process, no mount, no data."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.chaos.deployment import Deployment
+from holdfast.chaos.disks import Disk
+from holdfast.chaos.faults import strike
+from holdfast.chaos.model import Fault, Kind
+from holdfast.chaos.programs import find_redis
+from holdfast.errors import UsageError
+from tests.faults.support import eventually
+
+pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
+
+
+def traces() -> tuple[set[int], set[str], set[Path]]:
+    """Our child processes, the mounts, and PostgreSQL's folders, as they are now."""
+    lists = Path("/proc/self/task").glob("*/children")
+    children = {int(pid) for each in lists for pid in each.read_text().split()}
+    mounts = {line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if "holdfast-chaos" in line}
+    return children, mounts, set(Path("/tmp").glob("holdfast-postgres-*/disk"))
+
+
+@pytest.fixture
+def before() -> tuple[set[int], set[str], set[Path]]:
+    return traces()
+
+
+def check(before: tuple[set[int], set[str], set[Path]], folder: Path) -> None:
+    children, mounts, data = traces()
+    assert children <= before[0]
+    assert mounts <= before[1]
+    # Others may start servers of their own meanwhile, but nobody uses a disk there except deployments.
+    assert data <= before[2]
+    assert not (folder / "redis" / "disk").exists()
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        lambda deployment: "postgres" in deployment.parts,
+        lambda deployment: deployment.direct,
+        lambda deployment: "server-1" in deployment.parts and deployment.parts["server-1"].process.started,
+    ],
+    ids=["stores", "token", "programs"],
+)
+async def test_a_start_that_is_interrupted_leaves_nothing(
+    tmp_path: Path, before: tuple[set[int], set[str], set[Path]], there: Callable[[Deployment], bool]
+) -> None:
+    deployment = Deployment(tmp_path, workers=1)
+    starting = asyncio.create_task(deployment.start())
+    await eventually(lambda: there(deployment), "it to have come so far")
+    starting.cancel()
+    # Who is in a hurry interrupts twice.
+    asyncio.get_running_loop().call_later(0.05, starting.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    check(before, tmp_path)
+    assert (tmp_path / "postgres.log").exists()
+
+
+async def test_a_start_that_fails_leaves_nothing(
+    tmp_path: Path, before: tuple[set[int], set[str], set[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.chaos.deployment.APP", "no.such.module:app")
+    with pytest.raises(RuntimeError, match="ended with"):
+        await Deployment(tmp_path, workers=1).start()
+    check(before, tmp_path)
+
+
+async def test_a_run_that_is_interrupted_in_the_middle_of_faults_leaves_nothing(
+    tmp_path: Path, before: tuple[set[int], set[str], set[Path]]
+) -> None:
+    async def run(ready: asyncio.Event) -> None:
+        async with Deployment(tmp_path, workers=1) as deployment:
+            faults = [(Kind.STOP, "worker-1"), (Kind.STOP, "postgres"), (Kind.STALL, "redis"), (Kind.STOP, "redis")]
+            if Kind.FILL in deployment.parts["redis"].kinds:
+                faults.append((Kind.FILL, "redis"))
+            async with asyncio.TaskGroup() as group:
+                for number, (kind, target) in enumerate(faults, 1):
+                    group.create_task(strike(deployment, Fault(number, 0, kind, target, 60)))
+                await asyncio.sleep(0.3)
+                ready.set()
+
+    ready = asyncio.Event()
+    running = asyncio.create_task(run(ready))
+    await ready.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    check(before, tmp_path)
+
+
+def test_a_missing_server_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--redis-server"):
+        find_redis(tmp_path / "nothing")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("holdfast.chaos.programs._FOLDERS", ())
+    with pytest.raises(UsageError, match="apt-get install redis-server"):
+        Deployment(tmp_path)
+
+
+def test_without_root_a_disk_cannot_be_filled_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    disk = Disk(tmp_path / "disk")
+    disk.mount()
+    assert disk.folder.is_dir()
+    assert "root" in disk.why_not
+    with pytest.raises(RuntimeError, match="root"):
+        disk.fill()
+    disk.free()
+    disk.unmount()

@@ -1,0 +1,97 @@
+"""A plan follows from its seed, and leaves nothing out."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from holdfast.chaos.model import Fault, Kind
+from holdfast.chaos.parts import group_of
+from holdfast.chaos.plan import pairs_of, plan
+
+_PROCESS = frozenset({Kind.KILL, Kind.STOP, Kind.RESTART})
+_WAYS = _PROCESS | {Kind.CUT, Kind.SLOW, Kind.STALL}
+PARTS = {
+    "worker-1": _WAYS,
+    "worker-2": _WAYS,
+    "worker-10": _WAYS,
+    "upkeep-1": _WAYS,
+    "server-1": _WAYS | {Kind.LOSE_REPLY},
+    "redis": _WAYS | {Kind.LOSE_REPLY, Kind.FILL},
+    "postgres": _WAYS | {Kind.LOSE_REPLY, Kind.FILL},
+}
+
+
+def test_the_same_seed_gives_the_same_plan_in_any_order_of_parts() -> None:
+    first = plan(7, 90, PARTS)
+    assert first == plan(7, 90, dict(reversed(PARTS.items())))
+    assert first != plan(8, 90, PARTS)
+
+
+def test_the_same_seed_gives_the_same_plan_in_another_process() -> None:
+    code = (
+        "from holdfast.chaos.plan import plan; from holdfast.chaos.model import Kind;"
+        "print(plan(3, 40, {'worker-1': frozenset(Kind), 'redis': frozenset(Kind)}))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": salt}, capture_output=True, text=True, check=True
+        ).stdout
+        for salt in ("1", "2")
+    }
+    assert len(said) == 1
+
+
+def test_a_seed_from_long_ago_still_gives_its_plan() -> None:
+    """A report names a seed: it must replay with later releases, too."""
+    assert plan(1, 3, PARTS) == PINNED
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_kind_strikes_every_group_before_chance_decides_alone(seed: int) -> None:
+    pairs = pairs_of(PARTS)
+    assert len(pairs) == 5 * 6 + 3 + 2
+    faults = plan(seed, len(pairs), PARTS)
+    assert {(fault.kind, group_of(fault.target)) for fault in faults} == pairs
+    assert all(fault.kind in PARTS[fault.target] for fault in plan(seed, 300, PARTS))
+
+
+def test_all_parts_of_a_group_are_struck() -> None:
+    struck = Counter(fault.target for fault in plan(1, 300, PARTS))
+    assert struck.keys() == PARTS.keys()
+
+
+def test_faults_are_spread_over_the_run_in_order_and_some_strike_together() -> None:
+    faults = plan(2, 200, PARTS)
+    moments = [fault.at for fault in faults]
+    assert [fault.number for fault in faults] == list(range(1, 201))
+    assert moments == sorted(moments)
+    assert moments[0] > 0
+    assert moments[-1] < 1
+    together = len(moments) - len(set(moments))
+    assert 25 <= together <= 75
+    # No long quiet stretch anywhere.
+    assert max(later - earlier for earlier, later in itertools.pairwise(moments)) < 0.02
+
+
+def test_some_outlast_a_lease_and_some_do_not() -> None:
+    stops = [fault.seconds for fault in plan(1, 400, PARTS) if fault.kind is Kind.STOP]
+    assert min(stops) < 1
+    assert 3 < max(stops) <= 6
+    assert all(fault.seconds == 0 for fault in plan(1, 100, PARTS) if fault.kind in (Kind.KILL, Kind.CUT))
+
+
+def test_nothing_to_strike_is_an_empty_plan() -> None:
+    assert plan(1, 10, {"worker-1": frozenset()}) == []
+    assert plan(1, 0, PARTS) == []
+
+
+PINNED = [
+    Fault(number=1, at=0.071746, kind=Kind.LOSE_REPLY, target="server-1", seconds=1.623),
+    Fault(number=2, at=0.50869, kind=Kind.SLOW, target="server-1", seconds=2.953),
+    Fault(number=3, at=0.827562, kind=Kind.CUT, target="worker-2", seconds=0.0),
+]
