@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench mutants docs fmt clean
+.PHONY: help demo test check bench bench-peers endurance mutants docs fmt clean
 
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
@@ -18,7 +18,7 @@ CORE_WORKERS   ?= 2
 SOURCES := src tests tools examples benchmarks
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 $(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh
 	@tools/bootstrap.sh
@@ -44,6 +44,14 @@ check: $(STAMP) ## formatting, lint, types, import directions, spec coverage
 bench: $(STAMP) ## speed beside a bare Redis loop and, with a ledger, other task systems; table, JSON and plot
 	@$(BIN)/python tools/servers.py ensure
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-peers: $(STAMP) ## holdfast beside thirteen other task systems, kill -9 included; about 25 minutes
+	@$(BIN)/python tools/servers.py ensure
+	$(BIN)/python -m benchmarks --only rivals $(ARGS)
+
+endurance: $(STAMP) ## half an hour at half of the top rate: what grows?
+	@$(BIN)/python tools/servers.py ensure
+	$(BIN)/python -m benchmarks.endurance $(ARGS)
 
 mutants: $(STAMP) ## take out each safety check in turn; the contract suite must notice
 	@$(BIN)/python tools/servers.py ensure

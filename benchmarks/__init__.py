@@ -8,7 +8,8 @@ sides     code of the contestants; each runs in processes of its own
 peers     the same for other task systems, in an environment of their own
 children  the parent's end of those processes
 stages    what is measured: submit, drain, latency, backlog; audited, projector, lag, durable, effects, history;
-          http; kafka, rabbitmq, outbox, delay
+          http; kafka, rabbitmq, outbox, delay; peers, peers-latency, peers-kill
 run       rounds, interleaved
-report    tables and JSON; `plot` the picture, `page` figures of the ledger for the docs
+report    tables and JSON; `plot` the picture, `page` figures of the ledger for the docs, `versus` those of the peers
+endurance the long run, a command of its own
 """

@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
+
+from benchmarks.usage import descendants
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 ANSWER_WITHIN_S: Final = 180.0
@@ -95,6 +99,15 @@ class Child:
             self._process.kill()
             self._process.wait()
 
+    def kill(self) -> None:
+        """End it with -9, and all that it has forked, in the middle of whatever they do."""
+        pids = [self._process.pid, *descendants(self._process.pid)]
+        # The parent first: it must not replace a child that has just gone.
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
     def __enter__(self) -> Self:
         try:
             self.answer()
@@ -106,9 +119,18 @@ class Child:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has."""
+        return self._process.poll() is not None
+
+    @property
+    def log_tail(self) -> str:
+        """The end of what it has logged."""
+        return self._log.read_text(errors="replace").strip()[-1500:]
+
     def _failed(self, why: str) -> ProbeFailed:
-        tail = self._log.read_text(errors="replace").strip()[-1500:]
-        return ProbeFailed(f"a child process {why}\n{tail}".strip())
+        return ProbeFailed(f"a child process {why}\n{self.log_tail}".strip())
 
 
 def _environment() -> dict[str, str]:

@@ -14,9 +14,18 @@ CORE: Final = ("submit", "drain", "latency", "backlog")
 LEDGER: Final = ("audited", "projector", "lag", "durable", "effects", "history")
 SERVICE: Final = ("http",)
 MESSAGES: Final = ("kafka", "rabbitmq", "outbox", "delay")
-STAGES: Final = (*CORE, *LEDGER, *SERVICE, *MESSAGES)
+RIVALS: Final = ("peers", "peers-latency", "peers-kill")
+STAGES: Final = (*CORE, *LEDGER, *SERVICE, *MESSAGES, *RIVALS)
 #: Names for several stages at once.
-GROUPS: Final = {"core": CORE, "ledger": LEDGER, "service": SERVICE, "messages": MESSAGES}
+GROUPS: Final = {
+    "core": CORE,
+    "ledger": LEDGER,
+    "service": SERVICE,
+    "messages": MESSAGES,
+    "rivals": (*RIVALS, "audited"),
+}
+#: What runs when nothing is named.
+_DEFAULT: Final = ("core", "ledger", "service", "messages")
 #: Takes long, so by its own name or with `--full` only.
 _LONG: Final = "history"
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -91,7 +100,7 @@ def _stages(parser: argparse.ArgumentParser, only: str, full: bool) -> tuple[str
     asked = [name for name in only.split(",") if name]
     if unknown := set(asked) - set(STAGES) - set(GROUPS):
         parser.error(f"--only knows {', '.join((*STAGES, *GROUPS))}; not {', '.join(sorted(unknown))}")
-    wanted = {stage for name in asked or GROUPS for stage in GROUPS.get(name, (name,))}
+    wanted = {stage for name in asked or _DEFAULT for stage in GROUPS.get(name, (name,))}
     if not full and _LONG not in asked:
         wanted.discard(_LONG)
     return tuple(stage for stage in STAGES if stage in wanted)

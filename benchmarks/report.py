@@ -38,7 +38,13 @@ _AGAINST: Final = {
     "× FS to Redis": FASTSTREAM_PUSH,
 }
 #: In these stages the first row of each measure is what the others are compared with.
-_FIRST_ROW: Final = {"backlog": "× shallow", "history": "× empty"}
+_FIRST_ROW: Final = {
+    "backlog": "× shallow",
+    "history": "× empty",
+    "peers": "× holdfast",
+    "peers-latency": "× holdfast",
+    "peers-kill": "× holdfast",
+}
 _NOTE: Final = (
     "Median and best of the rounds; ratios are of medians. Gaps under 30 % are ties on a shared machine; "
     "CPU per job is steadier than time."

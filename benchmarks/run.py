@@ -34,6 +34,7 @@ from benchmarks.stages.lag import Lag
 from benchmarks.stages.latency import Latency
 from benchmarks.stages.outbox import Delay, Outbox
 from benchmarks.stages.projector import Projector
+from benchmarks.stages.rivals import Killed, Rivals, RivalsLatency
 from benchmarks.stages.stage import Hall, Probe, Stage
 from benchmarks.stages.submit import Submit
 from benchmarks.stores import RedisStore, SqliteStore
@@ -54,6 +55,9 @@ STAGES: Final[Mapping[str, Callable[[Hall], Stage]]] = {
     "rabbitmq": ConsumeRabbitMQ,
     "outbox": Outbox,
     "delay": Delay,
+    "peers": Rivals,
+    "peers-latency": RivalsLatency,
+    "peers-kill": Killed,
 }
 
 _FILE_WIDTH: Final = 110
@@ -95,7 +99,7 @@ class _Rounds:
         self._show(f"{self._stage.name}: preparing")
         if not self._guarded("preparing", self._prepare):
             return
-        for number in range(1, self._hall.options.rounds + 1):
+        for number in range(1, self._rounds + 1):
             self._calibrate(number)
             for probe in self._stage.probes():
                 self._probe(probe, number)
@@ -103,9 +107,13 @@ class _Rounds:
         self._guarded("finishing", self._finish)
         self._show(f"{self._stage.name}: done")
 
+    @property
+    def _rounds(self) -> int:
+        return 1 if self._stage.once else self._hall.options.rounds
+
     def _prepare(self) -> None:
         self._stage.prepare()
-        total = len(self._stage.probes()) * self._hall.options.rounds
+        total = len(self._stage.probes()) * self._rounds
         self._progress.update(self._bar, total=total)
 
     def _finish(self) -> None:

@@ -36,3 +36,16 @@ def tree_cpu_s(pid: int) -> float:
             # Ended just now: its time is with its parent's.
             continue
     return total + process_cpu_s(pid)
+
+
+def descendants(pid: int) -> list[int]:
+    """Everything that it has forked and that still runs, children before theirs."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(word) for word in task.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found

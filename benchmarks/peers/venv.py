@@ -1,4 +1,4 @@
-"""The peers' environment: `.servers/peers`, with pinned versions, made when it is first needed.
+"""The peers' environments: one each in `.servers/peers/<name>`, with pinned versions, made when first needed.
 
 What cannot be installed is not measured, and the report says why.
 """
@@ -9,48 +9,82 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from tools.servers import WHEELS
 
 FOLDER: Final = WHEELS / "peers"
-PYTHON: Final = FOLDER / "bin" / "python"
-#: Name → the peer itself.
-PEERS: Final = {
-    "pgqueuer": "pgqueuer==1.6.0",
-    "procrastinate": "procrastinate==3.10.0",
-    "dbos": "dbos==3.3.0",
-    "faststream": "faststream[kafka,rabbit]==0.7.8",
-}
-#: Their drivers at their fastest, and what our end of the line needs.
-_BESIDE: Final = (
-    "asyncpg==0.32.0",
-    "psycopg[binary,pool]==3.3.8",
-    "psycopg-pool==3.3.3",
-    "uvloop==0.23.0",
-    "msgspec==0.22.0",
-    "sqlalchemy==2.1.8",
-    "aiokafka==0.14.0",
-    "aio-pika==10.2.1",
-    "redis==8.1.0",
-    "hiredis==3.5.0",
-)
-_STAMP: Final = FOLDER / "installed.json"
+#: What our end of the line needs.
+_COMMON: Final = ("uvloop==0.23.0", "msgspec==0.22.0")
+_REDIS: Final = ("redis==8.1.0", "hiredis==3.5.0")
+_AT_ONCE: Final = 4
 _INSTALL_WITHIN_S: Final = 600.0
 
 
-def ensure() -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One peer, and its drivers at their fastest."""
+
+    peer: str
+    beside: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        return self.peer.partition("==")[2]
+
+    @property
+    def pins(self) -> tuple[str, ...]:
+        """All that is asked for by name."""
+        return (self.peer, *self.beside, *_COMMON)
+
+
+#: Name → what is in its environment. arq and saq take no newer client of Redis, streaq has one of its own; saq does
+#: not name all that it imports.
+PEERS: Final = {
+    "celery": Environment("celery[redis]==5.7.0", ("kombu==5.7.0", *_REDIS)),
+    "dramatiq": Environment("dramatiq[redis]==2.2.1", _REDIS),
+    "rq": Environment("rq==2.12.0", _REDIS),
+    "arq": Environment("arq==0.28.0", ("redis==5.3.1", "hiredis==3.5.0")),
+    "taskiq": Environment("taskiq==0.13.0", ("taskiq-redis==1.2.4", *_REDIS)),
+    "saq": Environment("saq[redis,hiredis]==0.26.4", ("redis==7.4.1", "hiredis==3.5.0", "typing-extensions==4.15.0")),
+    "streaq": Environment("streaq==7.2.0", ("coredis==6.9.0",)),
+    "huey": Environment("huey==3.5.4", _REDIS),
+    "docket": Environment("pydocket==0.22.0", _REDIS),
+    "taskito": Environment("taskito==0.22.0"),
+    "pgqueuer": Environment("pgqueuer==1.6.0", ("asyncpg==0.32.0",)),
+    "procrastinate": Environment("procrastinate==3.10.0", ("psycopg[binary,pool]==3.3.8", "psycopg-pool==3.3.3")),
+    "dbos": Environment("dbos==3.3.0", ("psycopg[binary,pool]==3.3.8", "psycopg-pool==3.3.3", "sqlalchemy==2.1.8")),
+    "faststream": Environment("faststream[kafka,rabbit]==0.7.8", ("aiokafka==0.14.0", "aio-pika==10.2.1", *_REDIS)),
+}
+
+
+def python(name: str) -> str:
+    """The interpreter of a peer's environment."""
+    return str(_folder(name) / "bin" / "python")
+
+
+def ensure(names: Iterable[str], say: Callable[[str], None] | None = None) -> dict[str, str]:
     """Install what is missing; for each peer its version, or why it is not there (then in brackets)."""
-    wanted = {**PEERS, "beside": " ".join(_BESIDE)}
-    known = _known()
-    if known is not None and known["wanted"] == wanted and PYTHON.exists():
-        found: dict[str, str] = known["found"]
-        return found
-    found = _install()
-    if all(is_there(version) for version in found.values()):
-        _STAMP.write_text(json.dumps({"wanted": wanted, "found": found}))
-    return found
+    asked = tuple(dict.fromkeys(names))
+    found = {name: PEERS[name].version for name in asked if _is_installed(name)}
+    missing = [name for name in asked if name not in found]
+    tell = say or _on_stderr
+    if missing:
+        tell(f"installing {', '.join(missing)} in {FOLDER}")
+
+    def install(name: str) -> str:
+        why = _install(name)
+        tell(f"{name}: {why}" if why else f"{name} {PEERS[name].version}: installed")
+        return f"({why})" if why else PEERS[name].version
+
+    # Each for itself: one that cannot be had does not keep the others away.
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        found |= zip(missing, threads.map(install, missing), strict=True)
+    return {name: found[name] for name in asked}
 
 
 def is_there(version: str) -> bool:
@@ -58,33 +92,38 @@ def is_there(version: str) -> bool:
     return not version.startswith("(")
 
 
-def _known() -> dict[str, dict[str, str]] | None:
+def _folder(name: str) -> Path:
+    return FOLDER / name
+
+
+def _stamp(name: str) -> Path:
+    return _folder(name) / "installed.json"
+
+
+def _is_installed(name: str) -> bool:
     try:
-        known: dict[str, dict[str, str]] = json.loads(_STAMP.read_text())
+        known = json.loads(_stamp(name).read_text())
     except (OSError, ValueError):
-        return None
-    return known
+        return False
+    return bool(known == list(PEERS[name].pins) and Path(python(name)).exists())
 
 
-def _install() -> dict[str, str]:
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.parent.mkdir(parents=True, exist_ok=True)
+def _install(name: str) -> str:
+    """Nothing, or why it failed. The stamp comes last: what was cut short is made again."""
+    folder, pins = _folder(name), PEERS[name].pins
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     uv = shutil.which("uv")
-    make = [uv, "venv", "--quiet", "--python", sys.executable, str(FOLDER)] if uv else None
-    if why := _run(make or [sys.executable, "-m", "venv", str(FOLDER)]):
-        return dict.fromkeys(PEERS, f"({why})")
     if uv:
-        install = [uv, "pip", "install", "--quiet", "--python", str(PYTHON)]
+        make = [uv, "venv", "--quiet", "--python", sys.executable, str(folder)]
+        install = [uv, "pip", "install", "--quiet", "--python", python(name)]
     else:
-        install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if why := _run([*install, *_BESIDE]):
-        return dict.fromkeys(PEERS, f"({why})")
-    # One after the other: one that cannot be had does not keep the others away.
-    return {name: _outcome(pin, _run([*install, pin, *_BESIDE])) for name, pin in PEERS.items()}
-
-
-def _outcome(pin: str, why: str) -> str:
-    return f"({why})" if why else pin.partition("==")[2]
+        make = [sys.executable, "-m", "venv", str(folder)]
+        install = [python(name), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    why = _run(make) or _run([*install, *pins])
+    if not why:
+        _stamp(name).write_text(json.dumps(pins))
+    return why
 
 
 def _run(command: Sequence[str]) -> str:
@@ -97,3 +136,7 @@ def _run(command: Sequence[str]) -> str:
         return ""
     lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
     return f"not installed: {lines[-1].strip()}"
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -9,14 +9,16 @@ from typing import Any, Final
 
 from dbos import DBOS, DBOSClient, DBOSConfig  # type: ignore[import-not-found]
 
-from benchmarks.board import Gauge
-from benchmarks.sides.channel import ARGUMENT, Answer, Spec, main, serve, timed
-from benchmarks.usage import resident_bytes
+from benchmarks.peers.roles import Record, blocking, main, produce_by, work_beside
+from benchmarks.sides.channel import ARGUMENT, Spec
+from benchmarks.sides.diary import AT_ONCE
 
-_AT_ONCE: Final = 100
+_CONCURRENCY: Final = 100
 _POLL_S: Final = 0.010
 _POOL: Final = 20
 _VERSION: Final = "bench"
+#: The kill test has a queue of its own, with ten at a time.
+_QUEUES: Final = {"noops": _CONCURRENCY, "slow": AT_ONCE}
 
 
 def _launch(spec: Spec) -> None:
@@ -24,7 +26,7 @@ def _launch(spec: Spec) -> None:
         name="bench",
         system_database_url=spec.url,
         sys_db_pool_size=_POOL,
-        max_executor_threads=_AT_ONCE,
+        max_executor_threads=_CONCURRENCY,
         application_version=_VERSION,
         log_level="WARNING",
     )
@@ -34,53 +36,62 @@ def _launch(spec: Spec) -> None:
 
 async def produce(spec: Spec) -> None:
     """The role of a submitting process."""
+    clients: list[DBOSClient] = []
 
-    async def install() -> Answer:
-        def migrate() -> None:
-            _launch(spec)
-            DBOS.register_queue("noops", worker_concurrency=_AT_ONCE, polling_interval_sec=_POLL_S)
-            DBOS.destroy()
+    def enqueue(workflow: str, queue: str, argument: Any) -> None:
+        if not clients:
+            # Not before there are tables.
+            clients.append(
+                DBOSClient(system_database_url=spec.url, system_database_pool_size=_POOL, application_name="bench")
+            )
+        options: Any = {"queue_name": queue, "workflow_name": workflow, "app_version": _VERSION}
+        clients[0].enqueue(options, argument)
 
-        await asyncio.to_thread(migrate)
-        return {}
+    def install() -> None:
+        _launch(spec)
+        for name, at_once in _QUEUES.items():
+            DBOS.register_queue(name, worker_concurrency=at_once, polling_interval_sec=_POLL_S)
+        DBOS.destroy()
 
-    async def bulk(jobs: int) -> Answer:
-        return await asyncio.to_thread(_enqueue, spec.url, jobs)
+    def bulk(jobs: int) -> None:
+        enqueue("noop", "noops", ARGUMENT)
+        with ThreadPoolExecutor(_POOL) as threads:
+            list(threads.map(lambda _: enqueue("noop", "noops", ARGUMENT), range(jobs - 1)))
 
-    await serve({"install": install, "bulk": bulk})
+    await produce_by(
+        noop=blocking(lambda argument: enqueue("noop", "noops", argument)),
+        stamp=blocking(lambda sent_ns: enqueue("stamp", "noops", sent_ns)),
+        slow=blocking(lambda number: enqueue("slow", "slow", number)),
+        bulk=blocking(bulk),
+        # It refuses to be set up in a thread with an event loop.
+        install=lambda: asyncio.to_thread(install),
+    )
 
 
-def _enqueue(url: str, jobs: int) -> Answer:
-    client = DBOSClient(system_database_url=url, system_database_pool_size=_POOL, application_name="bench")
-    options: Any = {"queue_name": "noops", "workflow_name": "noop", "app_version": _VERSION}
-    with timed(jobs) as answer, ThreadPoolExecutor(_POOL) as threads:
-        list(threads.map(lambda _: client.enqueue(options, ARGUMENT), range(jobs)))
-    client.destroy()
-    return answer
-
-
-async def work(spec: Spec) -> None:
-    """The role of a worker process."""
-    gauge = Gauge(spec.board_path, spec.row)
-    # Its workflows run in many threads.
-    counting = threading.Lock()
+def work(spec: Spec) -> None:
+    """The role of a worker process, in the kill test too: the queue says how many at a time."""
+    record = Record(spec)
 
     @DBOS.workflow(name="noop")
     def noop(argument: dict[str, Any]) -> int:
-        with counting:
-            gauge.tick()
+        # Its workflows run in many threads.
+        record.count_in_threads()
         return 1
 
-    async def start(limit: int | None) -> Answer:
-        await asyncio.to_thread(_launch, spec)
-        return {}
+    @DBOS.workflow(name="stamp")
+    def stamp(sent_ns: int) -> None:
+        record.stamp(sent_ns)
 
-    async def report() -> Answer:
-        return {"cpu_s": gauge.cpu_s, "rss": resident_bytes()}
+    @DBOS.workflow(name="slow")
+    def slow(number: int) -> None:
+        record.slow_in_thread(number)
 
-    await serve({"start": start, "report": report})
-    await asyncio.to_thread(DBOS.destroy)
+    def run() -> None:
+        _launch(spec)
+        threading.Event().wait()
+
+    work_beside(record, run)
 
 
 if __name__ == "__main__":
-    main({"produce": produce, "work": work})
+    main({"produce": produce, "work": work, "slow_work": work})

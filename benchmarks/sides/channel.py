@@ -67,13 +67,15 @@ def timed(jobs: int) -> Iterator[Answer]:
 
 
 async def watched(done: Callable[[], int], jobs: int) -> Answer:
-    """What these jobs take: from the first look that sees some done to the one that sees all."""
-    while not (first := done()):  # noqa: ASYNC110 - whoever counts has no event for this
-        await asyncio.sleep(_LOOK_S)
-    with timed(jobs - first) as answer:
-        while done() < jobs:  # noqa: ASYNC110
+    """What these jobs take: from the last look that sees none done to the one that sees all."""
+    while True:
+        with timed(jobs) as answer:
             await asyncio.sleep(_LOOK_S)
-    return answer
+            if not done():
+                continue
+            while done() < jobs:  # noqa: ASYNC110 - whoever counts has no event for this
+                await asyncio.sleep(_LOOK_S)
+        return answer
 
 
 async def in_parallel(callers: int, jobs: int, call: Callable[[], Awaitable[object]]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 from benchmarks.board import Gauge
 from benchmarks.sides.channel import ARGUMENT, Answer, Spec, at_low_load, in_parallel, main, serve, timed
+from benchmarks.sides.diary import AT_ONCE, SLOW_S, Diary
 from benchmarks.usage import resident_bytes
 from holdfast import Holdfast, Task, Worker
 
@@ -15,16 +17,24 @@ _LOOK_S: Final = 0.002
 
 
 class Tasks:
-    """The app and its two tasks."""
+    """The app and its tasks."""
 
     def __init__(self, spec: Spec, gauge: Gauge | None = None) -> None:
-        self.app = Holdfast(spec.url, **spec.settings)
+        self.app = Holdfast(spec.url, **_ours(spec.settings))
+        self._diary = Diary(spec.settings["log"]) if "log" in spec.settings else None
         self.late_ns: list[int] = []
         self.noop: Task[[dict[str, Any]], int] = self.app.task(name="noop")(_noop(gauge))
         self.stamp: Task[[int], None] = self.app.task(name="stamp")(self._stamp)
+        self.slow: Task[[int], None] = self.app.task(name="slow")(self._slow)
 
     async def _stamp(self, sent_ns: int) -> None:
         self.late_ns.append(time.monotonic_ns() - sent_ns)
+
+    async def _slow(self, number: int) -> None:
+        assert self._diary is not None
+        self._diary.began(number)
+        await asyncio.sleep(SLOW_S)
+        self._diary.ended(number)
 
 
 class Producer:
@@ -33,6 +43,7 @@ class Producer:
     def __init__(self, tasks: Tasks) -> None:
         self._noop = tasks.noop
         self._stamp = tasks.stamp
+        self._slow = tasks.slow
         self._engine = tasks.app.engine
 
     async def single(self, jobs: int) -> Answer:
@@ -57,6 +68,11 @@ class Producer:
     async def paced(self, jobs: int) -> Answer:
         """At low load, each with the instant of its submission."""
         await at_low_load(jobs, self._stamp.submit)
+        return {}
+
+    async def slow(self, jobs: int) -> Answer:
+        """Jobs that note when they begin and end."""
+        await self._slow.submit_many((number,) for number in range(jobs))
         return {}
 
     async def prune(self) -> Answer:
@@ -113,6 +129,7 @@ async def produce(spec: Spec) -> None:
                 "bulk": role.bulk,
                 "concurrent": role.concurrent,
                 "paced": role.paced,
+                "slow": role.slow,
                 "prune": role.prune,
             }
         )
@@ -128,6 +145,24 @@ async def work(spec: Spec) -> None:
         await role.stop()
 
 
+async def slow_work(spec: Spec) -> None:
+    """The role of a worker process that is killed: default settings, ten jobs at a time."""
+    tasks = Tasks(spec)
+
+    async def start() -> Answer:
+        running.append(asyncio.create_task(Worker(tasks.app, concurrency=AT_ONCE).run()))
+        return {}
+
+    running: list[asyncio.Task[Any]] = []
+    async with tasks.app:
+        await serve({"start": start})
+
+
+def _ours(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are the test's own."""
+    return {name: value for name, value in settings.items() if name not in ("log", "tuned")}
+
+
 def _noop(gauge: Gauge | None) -> Any:
     async def noop(argument: dict[str, Any]) -> int:
         if gauge is not None:
@@ -138,4 +173,4 @@ def _noop(gauge: Gauge | None) -> Any:
 
 
 if __name__ == "__main__":
-    main({"produce": produce, "work": work})
+    main({"produce": produce, "work": work, "slow_work": slow_work})

@@ -19,7 +19,7 @@ from benchmarks.children import Child, ProbeFailed
 from benchmarks.contest import Contestant, fill, until_done
 from benchmarks.model import OURS_LEDGER, OURS_UPKEEP, Measure
 from benchmarks.peers import venv
-from benchmarks.peers.field import FIELD, Peer
+from benchmarks.peers.field import ON_POSTGRES, Peer, on
 from benchmarks.stages.stage import Hall, Probe, Stage
 
 _LOOK_S: Final = 0.005
@@ -69,10 +69,10 @@ class Audited(Stage):
 
     def prepare(self) -> None:
         self._audit.prepare()
-        asked = self._hall.options.peers
-        found = venv.ensure() if asked else {}
-        self._peers = [peer for peer in FIELD if peer.name in asked and venv.is_there(found[peer.name])]
-        said = [f"{peer.side} {found[peer.name]}" for peer in FIELD if peer.name in asked]
+        asked = [peer for peer in on(ON_POSTGRES) if peer.name in self._hall.options.peers]
+        found = venv.ensure(peer.name for peer in asked)
+        self._peers = [peer for peer in asked if venv.is_there(found[peer.name])]
+        said = [f"{peer.side} {found[peer.name]}" for peer in asked]
         self._hall.results.settings["peers"] = ", ".join(said) or "none"
 
     def probes(self) -> Sequence[Probe]:
@@ -114,7 +114,7 @@ class Audited(Stage):
         jobs = max(1, round(hall.options.feed_jobs * peer.share))
         database = hall.postgres.database(f"peer_{peer.name}")
         database.reset()
-        side = Contestant(peer.side, peer.module, database, hall.scratch, python=str(venv.PYTHON))
+        side = Contestant(peer.side, peer.module, database, hall.scratch, python=venv.python(peer.name))
         with side.producer() as producer:
             producer.call("install")
             base = database.used_bytes()

@@ -42,7 +42,7 @@ class Consume(Stage):
         self._audit.prepare()
         self._broker.start()
         if _PEER in self._hall.options.peers:
-            version = venv.ensure()[_PEER]
+            version = venv.ensure([_PEER])[_PEER]
             self._peer = venv.is_there(version)
             self._hall.results.settings["FastStream"] = version
 
@@ -84,7 +84,7 @@ class Consume(Stage):
         hall.redis.reset()
         topic = self._filled(messages)
         spec = {"url": self._broker.address, "settings": {"redis": hall.redis.url}}
-        with Child(_THEIRS, self.name, spec, hall.scratch, str(venv.PYTHON)) as child:
+        with Child(_THEIRS, self.name, spec, hall.scratch, venv.python(_PEER)) as child:
             answer = child.call("run", topic=topic, messages=messages, push=push)
         return self._note(side, round_number, answer)
 

@@ -34,7 +34,7 @@ class Latency(Stage):
 
     def _run(self, side: Contestant, round_number: int) -> str:
         results, jobs = self._hall.results, self._hall.options.latency_jobs
-        side.store.reset()
+        self._fresh(side)
         with side.producer() as producer, side.workers(1, self._hall.board) as (worker,):
             worker.call("listen")
             _send(producer, worker, _WARM_UP)
@@ -45,6 +45,9 @@ class Latency(Stage):
         pooled += late_ms
         pooled.sort()
         return " · ".join(f"{name} {percentile(late_ms, share):.2f}" for name, share in _SHARES.items()) + " ms"
+
+    def _fresh(self, side: Contestant) -> None:
+        side.store.reset()
 
 
 def _send(producer: Child, worker: Child, jobs: int) -> list[int]:

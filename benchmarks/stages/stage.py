@@ -31,6 +31,8 @@ class Stage(Protocol):
     name: str
     title: str
     measures: Sequence[Measure]
+    #: One round is enough, whatever was asked for.
+    once: bool = False
 
     def prepare(self) -> None:
         """Before the first round."""

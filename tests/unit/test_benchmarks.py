@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks import report
 from benchmarks.model import FASTSTREAM, FASTSTREAM_PUSH, OURS_LEDGER, PGQUEUER, Results
-from benchmarks.options import CORE, LEDGER, MESSAGES, SERVICE, parse
+from benchmarks.options import CORE, LEDGER, MESSAGES, RIVALS, SERVICE, parse
 from benchmarks.page import page
 from benchmarks.peers.field import FIELD
 from benchmarks.peers.venv import PEERS
@@ -37,6 +37,7 @@ from benchmarks.usage import tree_cpu_s
         (["--only", "history"], ("history",)),
         (["--only", "durable,drain"], ("drain", "durable")),
         (["--only", "messages"], ("kafka", "rabbitmq", "outbox", "delay")),
+        (["--only", "rivals"], ("audited", *RIVALS)),
     ],
 )
 def test_the_long_stage_runs_when_it_is_asked_for(arguments: list[str], stages: tuple[str, ...]) -> None:
@@ -44,7 +45,7 @@ def test_the_long_stage_runs_when_it_is_asked_for(arguments: list[str], stages: 
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--only", "nothing"], ["--peers", "celery"], ["--ledger-sketch", "/no/such/file"]]
+    "arguments", [["--only", "nothing"], ["--peers", "nobody"], ["--ledger-sketch", "/no/such/file"]]
 )
 def test_a_mistake_ends_the_program(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -59,7 +60,7 @@ def test_peers_can_be_chosen() -> None:
 
 
 def test_every_stage_can_be_run() -> None:
-    assert set(RUN_STAGES) == {*CORE, *LEDGER, *SERVICE, *MESSAGES}
+    assert set(RUN_STAGES) == {*CORE, *LEDGER, *SERVICE, *MESSAGES, *RIVALS}
 
 
 def test_the_page_has_medians_and_ratios() -> None:

@@ -1,0 +1,222 @@
+"""What all peers' roles have in common: how they answer, and what their jobs write down.
+
+A process ends at once when its input ends. What it leaves in the store does not matter: the next probe begins with an
+empty one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, BinaryIO, NoReturn
+
+import msgspec
+
+from benchmarks.board import Gauge
+from benchmarks.sides import channel
+from benchmarks.sides.channel import ARGUMENT, Answer, Handler, Spec, at_low_load, serve, timed
+from benchmarks.sides.diary import SLOW_S, Diary
+from benchmarks.usage import descendants, resident_bytes
+
+Send = Callable[..., Awaitable[object]]
+Role = Callable[[Spec], Any]
+
+
+def main(roles: Mapping[str, Role]) -> None:
+    """Run the role that the command line names: in an event loop, or, where it is no coroutine, without one."""
+    role = roles[sys.argv[1]]
+    if inspect.iscoroutinefunction(role):
+        channel.main({sys.argv[1]: role})
+    else:
+        role(msgspec.json.decode(sys.argv[2], type=Spec))
+
+
+def is_tuned(spec: Spec) -> bool:
+    """Whether the settings for crashes are asked for, and not the defaults."""
+    return bool(spec.settings.get("tuned"))
+
+
+class Record:
+    """What the jobs of one process write down; by threads of it, too."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._gauge = Gauge(spec.board_path, spec.row) if spec.board else None
+        self._diary = Diary(spec.settings["log"]) if "log" in spec.settings else None
+        self._late_ns: list[int] = []
+        self._counting = threading.Lock()
+
+    def count(self) -> None:
+        """A no-op was executed."""
+        assert self._gauge is not None
+        self._gauge.tick()
+
+    def count_in_threads(self) -> None:
+        """The same where several threads execute."""
+        with self._counting:
+            self.count()
+
+    def stamp(self, sent_ns: int) -> None:
+        """A job that was sent at that instant has started."""
+        self._late_ns.append(time.monotonic_ns() - sent_ns)
+
+    async def slow(self, number: int) -> None:
+        """A slow job that waits in the event loop."""
+        assert self._diary is not None
+        self._diary.began(number)
+        await asyncio.sleep(SLOW_S)
+        self._diary.ended(number)
+
+    def slow_in_thread(self, number: int) -> None:
+        """A slow job that holds its thread."""
+        assert self._diary is not None
+        self._diary.began(number)
+        time.sleep(SLOW_S)
+        self._diary.ended(number)
+
+    def report(self) -> Answer:
+        """What was used since the first execution."""
+        assert self._gauge is not None
+        return {"cpu_s": self._gauge.cpu_s, "rss": resident_bytes()}
+
+    def latencies(self) -> Answer:
+        """Of the jobs since the last question."""
+        late_ns, self._late_ns = self._late_ns, []
+        return {"late_ns": late_ns}
+
+
+async def produce_by(
+    *,
+    noop: Send,
+    stamp: Send,
+    slow: Send,
+    bulk: Callable[[int], Awaitable[object]] | None = None,
+    install: Callable[[], Awaitable[object]] | None = None,
+) -> NoReturn:
+    """The role of a submitting process. Without a way for many, they go one by one."""
+
+    async def one_by_one(jobs: int) -> None:
+        for _ in range(jobs):
+            await noop(ARGUMENT)
+
+    async def answer_install() -> Answer:
+        if install is not None:
+            await install()
+        return {}
+
+    async def answer_single(jobs: int) -> Answer:
+        with timed(jobs) as answer:
+            await one_by_one(jobs)
+        return answer
+
+    async def answer_bulk(jobs: int) -> Answer:
+        with timed(jobs) as answer:
+            await (bulk or one_by_one)(jobs)
+        return answer
+
+    async def answer_paced(jobs: int) -> Answer:
+        await at_low_load(jobs, stamp)
+        return {}
+
+    async def answer_slow(jobs: int) -> Answer:
+        for number in range(jobs):
+            await slow(number)
+        return {}
+
+    handlers: dict[str, Handler] = {
+        "install": answer_install,
+        "single": answer_single,
+        "bulk": answer_bulk,
+        "paced": answer_paced,
+        "slow": answer_slow,
+    }
+    await serve(handlers)
+    _end(0)
+
+
+def blocking(call: Callable[..., object]) -> Send:
+    """A call that blocks, where one that can be awaited is wanted; nobody else is waiting in these processes."""
+
+    async def awaited(*arguments: Any) -> None:
+        call(*arguments)
+
+    return awaited
+
+
+async def work_in_loop(record: Record, run: Callable[[], Awaitable[object]]) -> NoReturn:
+    """The role of a worker process whose worker is a coroutine."""
+    running: list[asyncio.Task[None]] = []
+
+    async def begin(limit: int | None = None) -> Answer:
+        running.append(asyncio.create_task(_to_its_end(run)))
+        return {}
+
+    async def report() -> Answer:
+        return record.report()
+
+    async def latencies() -> Answer:
+        return record.latencies()
+
+    await serve({"start": begin, "listen": begin, "report": report, "latencies": latencies})
+    _end(0)
+
+
+def work_beside(record: Record, run: Callable[[], object]) -> NoReturn:
+    """The role of a worker process whose worker blocks: it has the main thread, for its signals; we listen beside."""
+    begun = threading.Event()
+    # Some greet on the standard output, which is our line to the parent.
+    line = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def begin(limit: int | None = None) -> Answer:
+        begun.set()
+        return {}
+
+    handlers = {"start": begin, "listen": begin, "report": record.report, "latencies": record.latencies}
+    threading.Thread(target=_listen, args=(handlers, line), daemon=True).start()
+    begun.wait()
+    try:
+        run()
+        print("the worker ended by itself", file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - whatever it was, the process ends with it
+        traceback.print_exc()
+    _end(1)
+
+
+async def _to_its_end(run: Callable[[], Awaitable[object]]) -> None:
+    """A worker that ends before its time ends the process: the parent sees why in its log."""
+    try:
+        await run()
+        print("the worker ended by itself", file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - whatever it was, the process ends with it
+        traceback.print_exc()
+    _end(1)
+
+
+def _listen(handlers: Mapping[str, Callable[..., Answer]], line: BinaryIO) -> None:
+    def say(answer: Answer) -> None:
+        line.write(msgspec.json.encode(answer) + b"\n")
+        line.flush()
+
+    say({})
+    # Unbuffered: a worker that forks would inherit the lock of a buffer that this thread is reading, and wait for ever.
+    with open(os.dup(0), "rb", buffering=0) as questions:
+        for question in questions:
+            request = msgspec.json.decode(question)
+            say(handlers[request.pop("do")](**request))
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    sys.stderr.flush()
+    os._exit(code)

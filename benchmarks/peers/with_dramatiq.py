@@ -1,0 +1,77 @@
+"""dramatiq: one thread, 500 messages prefetched, its default middleware; it has no results unless asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any, Final
+
+from benchmarks.peers.roles import Record, blocking, is_tuned, main, produce_by, work_beside
+from benchmarks.sides.channel import Spec
+from benchmarks.sides.diary import AT_ONCE
+
+if sys.argv[1:2] == ["work"]:
+    # Read when it is imported. Crashes are tested at its default.
+    os.environ.setdefault("dramatiq_queue_prefetch", "500")
+
+import dramatiq  # type: ignore[import-not-found]
+from dramatiq.brokers.redis import RedisBroker  # type: ignore[import-not-found]
+
+#: After which silence a worker is taken for dead; a minute by default.
+_HEARTBEAT_MS: Final = 10_000
+#: Which share of commands looks for dead workers, in millionths; 1,000 by default.
+_MAINTENANCE: Final = 100_000
+
+
+def _actors(spec: Spec, record: Record | None = None) -> tuple[Any, Any, Any, Any]:
+    tuned: dict[str, Any] = (
+        {"heartbeat_timeout": _HEARTBEAT_MS, "maintenance_chance": _MAINTENANCE} if is_tuned(spec) else {}
+    )
+    broker = RedisBroker(url=spec.url, **tuned)
+    dramatiq.set_broker(broker)
+
+    def noop(argument: dict[str, Any]) -> None:
+        if record is not None:
+            record.count()
+
+    def stamp(sent_ns: int) -> None:
+        if record is not None:
+            record.stamp(sent_ns)
+
+    def slow(number: int) -> None:
+        if record is not None:
+            record.slow_in_thread(number)
+
+    return (broker, *(dramatiq.actor(function, broker=broker) for function in (noop, stamp, slow)))
+
+
+async def produce(spec: Spec) -> None:
+    """The role of a submitting process."""
+    _, noop, stamp, slow = _actors(spec)
+    await produce_by(noop=blocking(noop.send), stamp=blocking(stamp.send), slow=blocking(slow.send))
+
+
+def work(spec: Spec) -> None:
+    """The role of a worker process."""
+    _work(spec, 1)
+
+
+def slow_work(spec: Spec) -> None:
+    """Ten threads."""
+    _work(spec, AT_ONCE)
+
+
+def _work(spec: Spec, threads: int) -> None:
+    record = Record(spec)
+    broker, *_ = _actors(spec, record)
+
+    def run() -> None:
+        dramatiq.Worker(broker, worker_threads=threads).start()
+        threading.Event().wait()
+
+    work_beside(record, run)
+
+
+if __name__ == "__main__":
+    main({"produce": produce, "work": work, "slow_work": slow_work})

@@ -1,0 +1,75 @@
+"""saq: ten coroutines, as by default; finished jobs are not kept."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any, Final
+
+from saq import Queue, Worker  # type: ignore[import-not-found]
+
+from benchmarks.peers.roles import Record, is_tuned, main, produce_by, work_in_loop
+from benchmarks.sides.channel import ARGUMENT, Spec, in_parallel
+from benchmarks.sides.diary import AT_ONCE
+
+_CALLERS: Final = 100
+_NOT_KEPT: Final = -1
+#: Jobs that may run again and are given up after a while; looked after so often. Never, 10 s and 60 s by default.
+_RETRIES, _TIMEOUT_S, _SWEEP_S = 5, 5, 1
+#: How long its sweep waits for the dead worker at each job, one after the other: 5 s by default. Only the call takes
+#: this, so it is called in a loop beside the worker.
+_GIVE_UP_S: Final = 0.5
+
+
+async def produce(spec: Spec) -> None:
+    """The role of a submitting process."""
+    queue: Any = Queue.from_url(spec.url)
+    await queue.connect()
+    tuned = {"retries": _RETRIES, "timeout": _TIMEOUT_S} if is_tuned(spec) else {}
+
+    async def noop(argument: dict[str, Any]) -> None:
+        await queue.enqueue("noop", ttl=_NOT_KEPT, argument=argument)
+
+    async def stamp(sent_ns: int) -> None:
+        await queue.enqueue("stamp", ttl=_NOT_KEPT, sent_ns=sent_ns)
+
+    async def slow(number: int) -> None:
+        await queue.enqueue("slow", number=number, **tuned)
+
+    async def bulk(jobs: int) -> None:
+        await in_parallel(_CALLERS, jobs, partial(noop, ARGUMENT))
+
+    await produce_by(noop=noop, stamp=stamp, slow=slow, bulk=bulk)
+
+
+async def work(spec: Spec) -> None:
+    """The role of a worker process; ten at a time in every case."""
+    record = Record(spec)
+    queue: Any = Queue.from_url(spec.url)
+
+    async def noop(ctx: Any, *, argument: dict[str, Any]) -> None:
+        record.count()
+
+    async def stamp(ctx: Any, *, sent_ns: int) -> None:
+        record.stamp(sent_ns)
+
+    async def slow(ctx: Any, *, number: int) -> None:
+        await record.slow(number)
+
+    async def run() -> None:
+        functions: Any = [(function.__name__, function) for function in (noop, stamp, slow)]
+        await queue.connect()
+        worker = Worker(queue, functions=functions, concurrency=AT_ONCE)
+        await asyncio.gather(worker.start(), *([_sweep(queue)] if is_tuned(spec) else ()))
+
+    await work_in_loop(record, run)
+
+
+async def _sweep(queue: Any) -> None:
+    while True:
+        await queue.sweep(lock=_SWEEP_S, abort=_GIVE_UP_S)
+        await asyncio.sleep(_SWEEP_S)
+
+
+if __name__ == "__main__":
+    main({"produce": produce, "work": work, "slow_work": work})

@@ -1,0 +1,244 @@
+"""The page about holdfast and its peers, from runs: `python -m benchmarks.versus JSON [JSON …] --page PATH`.
+
+All that can be computed is: tables with ratios, the targets, where a peer is ahead. Pictures lie beside the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from benchmarks import versus_plot
+from benchmarks.model import DBOS, OURS_LEDGER, OURS_REDIS, OURS_UPKEEP, PGQUEUER, PROCRASTINATE, Measure, Results
+from benchmarks.peers.field import ON_REDIS
+from benchmarks.stages.audited import Audited
+from benchmarks.stages.rivals import Killed, Rivals, RivalsLatency
+from benchmarks.stages.stage import Stage
+from benchmarks.versus_text import AFTER, BEFORE, HOW, NOTHING_AHEAD
+
+_STAGES: Final[Sequence[type[Stage]]] = (Rivals, RivalsLatency, Audited, Killed)
+_OURS: Final = (OURS_REDIS, OURS_LEDGER, OURS_UPKEEP)
+_FACTS: Final = ("cores", "python", "holdfast", "Redis", "PostgreSQL", "rounds", "jobs", "cores held awake")
+#: Gaps under 30 % are ties on a shared machine.
+_TIE: Final = 1.3
+_LEASE_S: Final = 30.0
+_GRACE_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What was to be reached, what was measured (more is better), and by how much it was met."""
+
+    what: str
+    must: float
+    aim: float | None
+    measured: float | None
+    unit: str = "×"
+    less_is_better: bool = False
+
+    @property
+    def said(self) -> str:
+        if self.measured is None:
+            return "not measured"
+        good = self.measured <= self.must if self.less_is_better else self.measured >= self.must
+        if not good:
+            near = not self.less_is_better and self.must == 1 and self.measured * _TIE >= 1
+            return "**not met**" + (" (a tie: within 30 %)" if near else "")
+        if self.aim is not None and self.measured < self.aim:
+            return f"met; the aim of {self.aim:g} × not"
+        return "met" if self.aim is None else f"met, and the aim of {self.aim:g} ×"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page, or print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.versus", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="JSON", help="of `make bench-peers`")
+    parser.add_argument("--page", type=Path, metavar="PATH", help="write it here, and its pictures beside it")
+    given = parser.parse_args(arguments)
+    run = merged([msgspec.json.decode(file.read_bytes(), type=Results) for file in given.runs])
+    if given.page is None:
+        print(page(run, []), end="")
+        return 0
+    pictures = versus_plot.draw(given.page, run)
+    given.page.write_text(page(run, pictures))
+    return 0
+
+
+def merged(runs: Sequence[Results]) -> Results:
+    """One run out of several; what more than one has measured comes from the last of them."""
+    whole = runs[-1]
+    for run in reversed(runs[:-1]):
+        known = {summary.measure for summary in whole.summaries}
+        whole.summaries += [summary for summary in run.summaries if summary.measure not in known]
+        whole.samples += [sample for sample in run.samples if sample.measure not in known]
+        whole.settings["field"] = {**run.settings.get("field", {}), **whole.settings.get("field", {})}
+        whole.failures = [*run.failures, *whole.failures]
+    return whole
+
+
+def page(run: Results, pictures: Sequence[str]) -> str:
+    """The whole page."""
+    parts = ["# holdfast and its peers, figures", BEFORE, _about(run), "## What was to be reached", _targets_table(run)]
+    parts += ["## Where a peer is ahead", *_ahead(run)]
+    parts += [f"![{Path(name).stem}]({name})" for name in pictures]
+    for stage in _STAGES:
+        if any(run.sides(measure.key) for measure in stage.measures):
+            parts += [f"## {stage.title}", _table(run, stage.measures)]
+    parts += ["## Who took part", _who(run), AFTER, HOW]
+    if run.failures:
+        parts += ["## What failed", "\n".join(f"- {failure.splitlines()[0]}" for failure in run.failures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def targets(run: Results) -> list[Target]:
+    """The targets, computed."""
+    on_redis, everybody = _rivals(run, ON_REDIS), _rivals(run)
+    rows = [
+        Target("drain, 1 worker, × the fastest peer on Redis", 6, 9, _times(run, "peers.1", OURS_REDIS, on_redis)),
+        Target("drain, 1 worker, × pgqueuer", 2, 3.5, _times(run, "peers.1", OURS_REDIS, [PGQUEUER])),
+        Target("drain, 2 workers, × the fastest peer", 1, None, _times(run, "peers.2", OURS_REDIS, everybody)),
+        Target("submit in bulk, × the fastest peer", 1, None, _times(run, "peers.bulk", OURS_REDIS, everybody)),
+        Target("submit one by one, × the fastest peer", 0.6, None, _times(run, "peers.single", OURS_REDIS, everybody)),
+        Target("latency p50, the best peer's ÷ ours", 1, None, _times(run, "latency.p50", OURS_REDIS, everybody)),
+        Target("latency p99, the best peer's ÷ ours", 1, None, _times(run, "latency.p99", OURS_REDIS, everybody)),
+        Target("fully audited, × pgqueuer", 1, 1.5, _times(run, "audited", OURS_LEDGER, [PGQUEUER])),
+        Target("fully audited, upkeep apart, × pgqueuer", 1, 1.5, _times(run, "audited", OURS_UPKEEP, [PGQUEUER])),
+        Target("fully audited, × procrastinate", 20, None, _times(run, "audited", OURS_LEDGER, [PROCRASTINATE])),
+        Target("fully audited, × DBOS", 20, None, _times(run, "audited", OURS_LEDGER, [DBOS])),
+    ]
+    for side in (OURS_REDIS, OURS_LEDGER):
+        rows.append(
+            Target(f"killed with -9, {side}: jobs lost", 0, None, _median(run, "kill.lost", side), "jobs", True)
+        )
+        seconds = _median(run, "kill.seconds", side)
+        within = _LEASE_S + _GRACE_S
+        rows.append(Target(f"killed with -9, {side}: until all are done", within, None, seconds, "s", True))
+    return rows
+
+
+def ahead(run: Results) -> list[str]:
+    """Every measure in which some peer beats ours, the largest gap first within each."""
+    lines = []
+    for measure in (measure for stage in _STAGES for measure in stage.measures if measure.compared):
+        ours_name = OURS_REDIS if run.summary(measure.key, OURS_REDIS) else OURS_LEDGER
+        ours = _median(run, measure.key, ours_name)
+        if ours is None:
+            continue
+        better = []
+        for side in run.sides(measure.key):
+            theirs = _median(run, measure.key, side)
+            if side not in _OURS and theirs is not None and _beats(measure, theirs, ours):
+                better.append((_gap(measure, theirs, ours), f"{side} {theirs:,.{measure.digits}f}"))
+        if better:
+            named = ", ".join(f"{who} ({gap})" for gap, who in sorted(better, reverse=True))
+            lines.append(
+                f"- **{measure.title}**, {measure.unit}: {named} against {ours:,.{measure.digits}f} of {ours_name}"
+            )
+    return lines
+
+
+def _beats(measure: Measure, theirs: float, ours: float) -> bool:
+    return theirs > ours if measure.more_is_better else theirs < ours
+
+
+def _gap(measure: Measure, theirs: float, ours: float) -> str:
+    high, low = (theirs, ours) if measure.more_is_better else (ours, theirs)
+    if not low:
+        return f"{high - low:g} fewer"
+    return f"{high / low:.2f} ×" + (", a tie" if high / low < _TIE else "")
+
+
+def _ahead(run: Results) -> list[str]:
+    lines = ahead(run)
+    if not lines:
+        return [NOTHING_AHEAD]
+    first = (
+        "Every measure in which some peer's median beats that of holdfast at default settings, by how much. Under "
+        "30 % (“a tie”) is within what this machine wanders. Recovery counts peers with settings for crashes, too."
+    )
+    return [first, "\n".join(lines)]
+
+
+def _targets_table(run: Results) -> str:
+    rows = [["target", "at least", "measured", ""], ["---", "---:", "---:", "---"]]
+    for target in targets(run):
+        sign = "at most " if target.less_is_better else ""
+        measured = "–" if target.measured is None else f"{target.measured:,.2f} {target.unit}"
+        if target.unit == "jobs" and target.measured is not None:
+            measured = f"{target.measured:,.0f} jobs"
+        rows.append([target.what, f"{sign}{target.must:g} {target.unit}", measured, target.said])
+    return _lines(rows)
+
+
+def _table(run: Results, measures: Sequence[Measure]) -> str:
+    """Sides down, measures across; each figure with its ratio to our first row."""
+    used = [measure for measure in measures if run.sides(measure.key)]
+    sides = list(dict.fromkeys(side for measure in used for side in run.sides(measure.key)))
+    heads = [f"{measure.title}, {measure.unit}" for measure in used]
+    rows = [["", *heads], ["---", *["---:"] * len(heads)]]
+    rows += [[side, *(_cell(run, measure, side, sides[0]) for measure in used)] for side in sides]
+    return _lines(rows)
+
+
+def _cell(run: Results, measure: Measure, side: str, first: str) -> str:
+    value, reference = _median(run, measure.key, side), _median(run, measure.key, first)
+    if value is None:
+        return "–"
+    number = f"{value:,.{measure.digits}f}"
+    return f"{number} ({value / reference:.2f} ×)" if reference and side != first else number
+
+
+def _who(run: Results) -> str:
+    field: dict[str, dict[str, Any]] = run.settings.get("field", {})
+    rows = [["", "version", "on", "drain and latency", "in bulk", "killed: ten at a time", "… (tuned) as well"]]
+    rows.append(["---"] * len(rows[0]))
+    for side, words in field.items():
+        keys = ("version", "store", "settings", "bulk", "slow", "tuned")
+        rows.append([side, *(str(words[key]) or "nothing to set" for key in keys)])
+    return _lines(rows)
+
+
+def _about(run: Results) -> str:
+    known = {**run.machine, **run.settings}
+    facts = "; ".join(f"{name} {known[name]}" for name in _FACTS if name in known)
+    loops = [calibration.loop_ms for calibration in run.calibrations] or [0.0]
+    trips = [calibration.round_trip_us for calibration in run.calibrations] or [0.0]
+    return (
+        f"Run of {run.began_at}: {facts}. Calibration over the run: loop {min(loops):.1f} to {max(loops):.1f} ms, "
+        f"round trip {min(trips):.0f} to {max(trips):.0f} µs. Medians of the rounds; in brackets the ratio to the "
+        "first row of the table."
+    )
+
+
+def _rivals(run: Results, store: str = "") -> list[str]:
+    """Peers of this run, by the store that they have their jobs in."""
+    field: dict[str, dict[str, Any]] = run.settings.get("field", {})
+    return [side for side, words in field.items() if not store or words["store"] == store]
+
+
+def _times(run: Results, key: str, ours: str, rivals: Sequence[str]) -> float | None:
+    """How many times as good ours is as the best of these; None if either was not measured."""
+    value = _median(run, key, ours)
+    theirs = [median for side in rivals if (median := _median(run, key, side)) is not None]
+    if value is None or not theirs:
+        return None
+    return min(theirs) / value if key.startswith("latency") else value / max(theirs)
+
+
+def _median(run: Results, key: str, side: str) -> float | None:
+    summary = run.summary(key, side)
+    return None if summary is None else summary.median
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

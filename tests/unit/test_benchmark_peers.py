@@ -1,0 +1,143 @@
+"""The list of peers, their environments and their scripts agree; nothing is installed for this."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks.children import ROOT, Child
+from benchmarks.peers import venv
+from benchmarks.peers.field import FIELD, ON_POSTGRES, ON_REDIS, Peer, on
+from benchmarks.sides.diary import Diary, read
+from benchmarks.usage import descendants
+
+_BY_NAME = pytest.mark.parametrize("peer", FIELD, ids=lambda peer: str(peer.name))
+
+
+def _script(peer: Peer) -> str:
+    return (ROOT / Path(*peer.module.split("."))).with_suffix(".py").read_text()
+
+
+def test_every_peer_has_an_environment_of_its_own() -> None:
+    assert [*(peer.name for peer in FIELD), "faststream"] == list(venv.PEERS)
+    assert len({venv.python(name) for name in venv.PEERS}) == len(venv.PEERS)
+
+
+@pytest.mark.parametrize("name", venv.PEERS)
+def test_versions_are_pinned(name: str) -> None:
+    environment = venv.PEERS[name]
+    assert all("==" in pin for pin in environment.pins)
+    assert environment.version[0].isdigit()
+
+
+def test_the_field_names_every_side_once() -> None:
+    sides = [side for peer in FIELD for side in (peer.side, peer.tuned_side)]
+    assert len(sides) == len(set(sides))
+    assert {peer.store for peer in FIELD} == {ON_REDIS, ON_POSTGRES}
+    assert {*on(ON_REDIS), *on(ON_POSTGRES)} == set(FIELD)
+
+
+@_BY_NAME
+def test_a_peer_says_how_it_is_run(peer: Peer) -> None:
+    assert peer.settings
+    assert peer.bulk
+    assert peer.slow
+    assert 0 < peer.share <= 1
+    # Where its jobs lie in tables, they are looked at; only there.
+    assert bool(peer.left) == (peer.store == ON_POSTGRES)
+
+
+@_BY_NAME
+def test_its_script_has_all_roles_and_nothing_of_ours(peer: Peer) -> None:
+    script = _script(peer)
+    modules = {node.module for node in ast.walk(ast.parse(script)) if isinstance(node, ast.ImportFrom)}
+    assert not [module for module in modules if module and module.startswith("holdfast")]
+    for role in ("produce", "work", "slow_work"):
+        assert f'"{role}":' in script
+    # Tuned against crashes where the field says so, and only there.
+    assert ("is_tuned(spec)" in script) == bool(peer.tuned)
+
+
+def test_an_environment_that_cannot_be_made_is_a_reason_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(venv, "FOLDER", tmp_path)
+    said: list[str] = []
+
+    def run(command: list[str]) -> str:
+        if "venv" in command:
+            Path(command[-1], "bin").mkdir(parents=True)
+            Path(command[-1], "bin", "python").touch()
+        return "not installed: no such version" if any("huey" in word for word in command[1:]) else ""
+
+    monkeypatch.setattr(venv, "_run", run)
+    found = venv.ensure(["huey", "rq"], said.append)
+    assert found == {"huey": "(not installed: no such version)", "rq": venv.PEERS["rq"].version}
+    assert not venv.is_there(found["huey"])
+    assert venv.is_there(found["rq"])
+    assert len(said) == 3
+    # What is there is not made again; what failed is.
+    said.clear()
+    assert venv.ensure(["huey", "rq"], said.append) == found
+    assert not any(line.startswith("rq") for line in said)
+
+
+def test_a_diary_survives_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "diary"
+    assert not read(path).began
+    diary = Diary(path)
+    for number in (1, 2, 1):
+        diary.began(number)
+    diary.ended(1)
+    diary.ended(1)
+    with path.open("a") as file:
+        file.write("ended 2 12")
+    entries = read(path)
+    assert entries.began == {1: 2, 2: 1}
+    assert entries.ended == {1: 2}
+    assert list(entries.ended_ns) == [1]
+
+
+def test_what_a_process_has_forked_is_found_whoever_of_its_threads_did_it() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(target=lambda: started.append(subprocess.Popen(["sleep", "60"])))
+    thread.start()
+    thread.join()
+    try:
+        assert started[0].pid in descendants(os.getpid())
+    finally:
+        started[0].kill()
+        started[0].wait()
+
+
+def test_a_killed_child_takes_its_own_children_along(tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "print('{\"pid\": %d}' % child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    child = Child("forks", "any", {}, tmp_path, sys.executable)
+    pid = child.answer()["pid"]
+    child.kill()
+    child.close()
+    with pytest.raises(ProcessLookupError):
+        _until_gone(pid)
+
+
+def _until_gone(pid: int) -> None:
+    """Raises once there is no such process; an orphan is a zombie until the first process has seen it."""
+    for _ in range(100):
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if status == "Z":
+            raise ProcessLookupError
+        threading.Event().wait(0.05)
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,73 @@
+"""What the page about the peers says is computed from the figures, and says where a peer is ahead."""
+
+from __future__ import annotations
+
+from benchmarks.model import DBOS, OURS_LEDGER, OURS_REDIS, PGQUEUER, Results
+from benchmarks.stages.rivals import Killed, Rivals, RivalsLatency
+from benchmarks.versus import ahead, merged, page, targets
+
+MEASURES = [*Rivals.measures, *RivalsLatency.measures, *Killed.measures]
+
+
+def run(**figures: dict[str, float]) -> Results:
+    results = Results("2026-11-16T00:00:00+00:00", {"cores": "2"}, {})
+    stores = {"huey": "Redis", PGQUEUER: "PostgreSQL", DBOS: "PostgreSQL"}
+    words = {"version": "1", "settings": "s", "bulk": "b", "slow": "s", "tuned": ""}
+    results.settings["field"] = {side: {**words, "store": store} for side, store in stores.items()}
+    for measure, sides in figures.items():
+        for side, value in sides.items():
+            results.add(measure.replace("_", "."), side, 1, value)
+    results.summarise(MEASURES)
+    return results
+
+
+def test_targets_are_met_or_not_by_the_figures() -> None:
+    found = run(
+        peers_1={OURS_REDIS: 30_000, "huey": 4_000, PGQUEUER: 16_000},
+        peers_bulk={OURS_REDIS: 90, "huey": 100},
+        latency_p50={OURS_REDIS: 1.0, "huey": 0.5},
+        kill_lost={OURS_REDIS: 0, OURS_LEDGER: 1},
+        kill_seconds={OURS_REDIS: 31.5, OURS_LEDGER: 33},
+    )
+    said = {target.what: (target.measured, target.said) for target in targets(found)}
+    assert said["drain, 1 worker, × the fastest peer on Redis"] == (7.5, "met; the aim of 9 × not")
+    assert said["drain, 1 worker, × pgqueuer"] == (1.875, "**not met**")
+    assert said["submit in bulk, × the fastest peer"] == (0.9, "**not met** (a tie: within 30 %)")
+    assert said["latency p50, the best peer's ÷ ours"] == (0.5, "**not met**")
+    assert said["latency p99, the best peer's ÷ ours"] == (None, "not measured")
+    assert said[f"killed with -9, {OURS_REDIS}: jobs lost"] == (0, "met")
+    assert said[f"killed with -9, {OURS_LEDGER}: jobs lost"] == (1, "**not met**")
+    assert said[f"killed with -9, {OURS_REDIS}: until all are done"] == (31.5, "met")
+    assert said[f"killed with -9, {OURS_LEDGER}: until all are done"] == (33, "**not met**")
+
+
+def test_where_a_peer_is_ahead_is_said_of_more_and_of_less() -> None:
+    found = run(
+        peers_single={OURS_REDIS: 4_000, "huey": 8_000, PGQUEUER: 500},
+        latency_p50={OURS_REDIS: 1.0, "huey": 0.9, DBOS: 16.0},
+        kill_begun={OURS_REDIS: 10, "huey": 0},
+        peers_bulk={OURS_REDIS: 100_000, "huey": 8_000},
+    )
+    one_by_one, latency = ahead(found)
+    assert "submit one by one" in one_by_one
+    assert "huey 8,000 (2.00 ×)" in one_by_one
+    assert PGQUEUER not in one_by_one
+    assert "huey 0.90 (1.11 ×, a tie)" in latency
+    assert DBOS not in latency
+
+
+def test_the_page_has_every_side_and_what_failed() -> None:
+    found = run(peers_1={OURS_REDIS: 30_000, "huey": 3_000})
+    found.failures.append("rq: (not installed: no wheel)\nmore")
+    text = page(found, ["peers-drain.svg"])
+    assert "| huey | 3,000 (0.10 ×) |" in text
+    assert "![peers-drain](peers-drain.svg)" in text
+    assert "- rq: (not installed: no wheel)" in text
+    assert "more" not in text.splitlines()
+
+
+def test_several_runs_become_one() -> None:
+    first, last = run(peers_1={OURS_REDIS: 1, "huey": 2}), run(peers_2={OURS_REDIS: 3})
+    whole = merged([first, last])
+    assert {summary.measure for summary in whole.summaries} == {"peers.1", "peers.2"}
+    assert whole.began_at == last.began_at
