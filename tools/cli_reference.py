@@ -11,7 +11,7 @@ from typing import Any
 import typer.main
 
 from holdfast.cli.exits import ExitCode
-from holdfast.cli.program import app
+from holdfast.cli.program import program
 
 
 def exit_codes() -> str:
@@ -22,7 +22,7 @@ def exit_codes() -> str:
 
 def commands() -> str:
     """A section per command."""
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(program())
     return "\n".join(section for path, command in walk(root, "holdfast") for section in _section(path, command)) + "\n"
 
 

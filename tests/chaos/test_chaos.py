@@ -23,7 +23,7 @@ from holdfast.chaos.model import Fault, Kind, Struck
 from holdfast.chaos.parts import DiskPostgres
 from holdfast.chaos.report import Report, document, faults_table, markdown
 from holdfast.chaos.servers import RedisServer
-from holdfast.cli.program import app
+from holdfast.cli.program import program
 
 SEED: Final = 365
 _PATIENCE_S: Final = 240
@@ -68,7 +68,7 @@ def test_the_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
     broken = Broken()
     monkeypatch.setattr(holdfast.chaos.run, "run", partial(holdfast.chaos.run.run, meddle=broken.meddle))
     words = ["--jobs", "60", "--faults", "0", "--seed", str(SEED), "--workers", "1"]
-    done = CliRunner().invoke(app, ["chaos", *words, "--folder", str(tmp_path / "run"), "--json"])
+    done = CliRunner().invoke(program(), ["chaos", *words, "--folder", str(tmp_path / "run"), "--json"])
     print(done.stderr)
     assert done.exit_code == 1, done.output
     defects = json.loads(done.stdout)["findings"]["defects"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from holdfast.cli.program import app
+from holdfast.cli.program import program
 from tests.cli.harness import SAMPLE_APP
 
 JOB_ID = re.compile(r"[0-9a-f]{32}")
@@ -23,7 +23,7 @@ class InProcess:
         self._runner = CliRunner()
 
     def run(self, *words: str, code: int = 0, stdin: str | None = None) -> Result:
-        answer = self._runner.invoke(app, list(words), input=stdin)
+        answer = self._runner.invoke(program(), list(words), input=stdin)
         assert answer.exit_code == code, f"exit code {answer.exit_code}\n{answer.output}\n{answer.exception!r}"
         return answer
 

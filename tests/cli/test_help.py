@@ -11,7 +11,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from holdfast.cli.exits import ExitCode
-from holdfast.cli.program import app
+from holdfast.cli.program import program
 from tests.cli.harness import SOURCE
 from tools import gen_docs
 from tools.cli_reference import examples, walk
@@ -32,7 +32,7 @@ def calls_in_the_docs() -> list[tuple[str, str]]:
     ]
 
 
-ROOT = typer.main.get_command(app)
+ROOT = typer.main.get_command(program())
 COMMANDS = dict(walk(ROOT, "holdfast"))
 WANTED = {
     "holdfast dev",
@@ -112,7 +112,7 @@ def test_the_commands_are_all_there() -> None:
 
 @pytest.mark.parametrize("path", sorted(WANTED))
 def test_help_has_a_text_and_examples(path: str) -> None:
-    answer = CliRunner().invoke(app, [*path.split()[1:], "--help"])
+    answer = CliRunner().invoke(program(), [*path.split()[1:], "--help"])
     assert answer.exit_code == 0
     assert "Examples" in answer.output
     assert f"{path} " in answer.output or path in answer.output.split("Examples")[1]
@@ -162,17 +162,17 @@ def test_the_reference_page_is_the_programs_own() -> None:
 
 
 def test_without_a_command_there_is_help() -> None:
-    answer = CliRunner().invoke(app, [])
+    answer = CliRunner().invoke(program(), [])
     assert "Usage" in answer.output
     assert "submit" in answer.output
 
 
 def test_version() -> None:
-    answer = CliRunner().invoke(app, ["--version"])
+    answer = CliRunner().invoke(program(), ["--version"])
     assert answer.exit_code == 0
     assert answer.output.startswith("holdfast 0.")
 
 
 @pytest.mark.parametrize("words", [["nonsense"], ["jobs", "list", "--nonsense"], ["jobs", "list", "--state", "odd"]])
 def test_a_wrong_call_is_exit_code_2(words: list[str]) -> None:
-    assert CliRunner().invoke(app, words).exit_code == 2
+    assert CliRunner().invoke(program(), words).exit_code == 2

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from holdfast.chaos.servers import free_port
-from holdfast.cli.program import app
+from holdfast.cli.program import program
 from holdfast.engine.sqlite.connection import SCHEMA_VERSION
 from holdfast.ledger.version import HEAD
 from holdfast.settings import Settings
@@ -18,7 +18,7 @@ from tests.cli.harness import Shell
 
 def call(*words: str, code: int = 0) -> Result:
     """In this process: much quicker than a shell."""
-    answer = CliRunner().invoke(app, ["migrate", *words])
+    answer = CliRunner().invoke(program(), ["migrate", *words])
     assert answer.exit_code == code, answer.output
     return answer
 

@@ -10,7 +10,7 @@ import redis
 from typer.testing import CliRunner, Result
 
 from holdfast.chaos.servers import RedisServer
-from holdfast.cli.program import app
+from holdfast.cli.program import program
 from tests.cli.harness import Shell
 from tests.conftest import MakeServer
 
@@ -39,7 +39,7 @@ def secret_url(server: RedisServer) -> str:
 
 
 def run(*words: str, code: int = 0) -> Result:
-    answer = CliRunner().invoke(app, list(words))
+    answer = CliRunner().invoke(program(), list(words))
     assert answer.exit_code == code, f"exit code {answer.exit_code}\n{answer.output}\n{answer.exception!r}"
     return answer
 

@@ -12,7 +12,7 @@ import redis
 from typer.testing import CliRunner, Result
 
 from holdfast import Holdfast
-from holdfast.cli.program import app as program
+from holdfast.cli.program import program
 from tests.conftest import MakeServer
 from tests.worker.support import eventually, working
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def run(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(program, list(arguments), env=environment)
+    return CliRunner().invoke(program(), list(arguments), env=environment)
 
 
 def test_embedded_there_is_nothing_to_compare(tmp_path: Path) -> None:

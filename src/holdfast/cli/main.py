@@ -13,9 +13,9 @@ def main() -> None:
         print(f"holdfast {__version__}")
         return
     try:
-        from holdfast.cli.program import app
+        from holdfast.cli.program import program
 
-        app(prog_name="holdfast")
+        program(sys.argv[1] if len(sys.argv) > 1 else "")(prog_name="holdfast")
     except KeyboardInterrupt:
         # As a shell reports a program that SIGINT has ended.
         sys.exit(130)
