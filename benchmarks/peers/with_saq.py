@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Any, Final
 
@@ -15,10 +14,8 @@ from benchmarks.sides.diary import AT_ONCE
 _CALLERS: Final = 100
 _NOT_KEPT: Final = -1
 #: Jobs that may run again and are given up after a while; looked after so often. Never, 10 s and 60 s by default.
-_RETRIES, _TIMEOUT_S, _SWEEP_S = 5, 5, 1
-#: How long its sweep waits for the dead worker at each job, one after the other: 5 s by default. Only the call takes
-#: this, so it is called in a loop beside the worker.
-_GIVE_UP_S: Final = 0.5
+#: Its sweep waits 5 s for the dead worker at each job, one after the other, and with less it aborts the second try too.
+_RETRIES, _TIMEOUT_S, _SWEEP_S = 5, 2, 1
 
 
 async def produce(spec: Spec) -> None:
@@ -57,18 +54,12 @@ async def work(spec: Spec) -> None:
         await record.slow(number)
 
     async def run() -> None:
+        timers: Any = {"sweep": _SWEEP_S} if is_tuned(spec) else None
         functions: Any = [(function.__name__, function) for function in (noop, stamp, slow)]
         await queue.connect()
-        worker = Worker(queue, functions=functions, concurrency=AT_ONCE)
-        await asyncio.gather(worker.start(), *([_sweep(queue)] if is_tuned(spec) else ()))
+        await Worker(queue, functions=functions, concurrency=AT_ONCE, timers=timers).start()
 
     await work_in_loop(record, run)
-
-
-async def _sweep(queue: Any) -> None:
-    while True:
-        await queue.sweep(lock=_SWEEP_S, abort=_GIVE_UP_S)
-        await asyncio.sleep(_SWEEP_S)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from taskiq.api import run_receiver_task  # type: ignore[import-not-found]
 from taskiq_redis import RedisStreamBroker  # type: ignore[import-not-found]
 
 from benchmarks.peers.roles import Record, is_tuned, main, produce_by, work_in_loop
-from benchmarks.sides.channel import ARGUMENT, Spec, in_parallel
+from benchmarks.sides.channel import Spec
 from benchmarks.sides.diary import AT_ONCE
 
 _MAX_TASKS: Final = 100
-_CALLERS: Final = 100
 #: After which time an unacknowledged message is taken over, ten minutes by default; the lock for that, which a worker
 #: that dies keeps for ever by default; and how many are fetched at once, 100 by default. It looks for unacknowledged
 #: messages only after it has fetched new ones: none are found while none come.
@@ -45,10 +44,8 @@ async def produce(spec: Spec) -> None:
     # It also makes the consumer group: what is sent before there is one is never seen.
     await broker.startup()
 
-    async def bulk(jobs: int) -> None:
-        await in_parallel(_CALLERS, jobs, partial(noop.kiq, ARGUMENT))
-
-    await produce_by(noop=noop.kiq, stamp=stamp.kiq, slow=slow.kiq, bulk=bulk)
+    # Many one by one: it has no call for many, and a hundred callers at once are slower than one.
+    await produce_by(noop=noop.kiq, stamp=stamp.kiq, slow=slow.kiq)
 
 
 async def work(spec: Spec) -> None:

@@ -1,4 +1,4 @@
-"""taskito: two threads, its scheduler claims 500 jobs a round and looks every 2 ms, woken by pushes if it can be."""
+"""taskito: one thread, its scheduler claims 500 jobs a round and looks every 2 ms, woken by pushes if it can be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.peers.roles import Record, blocking, is_tuned, main, produce_by,
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
-_THREADS: Final = 2
+_THREADS: Final = 1
 _BATCH: Final = 500
 _POLL_MS: Final = 2
 _PART: Final = 1_000

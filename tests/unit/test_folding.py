@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.history import read_history
 from holdfast.core.job import Event
 from holdfast.core.states import FINAL, FORKED_EVENT, HEARTBEAT_EVENT, MOVES, RESTORED_EVENT, State
 from holdfast.ledger.folding import (
@@ -138,9 +144,93 @@ def test_a_restored_job_keeps_its_errors(feed: Feed) -> None:
     assert (draft.came_from, draft.state) == (_S.SUSPENDED, _S.SUSPENDED)
 
 
+def test_an_earlier_attempt_in_the_same_state_is_a_fork(feed: Feed) -> None:
+    told = [feed.created("j1")]
+    for attempt in (1, 2):
+        told.append(feed.claimed("j1", attempt, attempt - 1, was=told[-1].to_state or _S.QUEUED))
+        told.append(feed.failed("j1", _S.RETRYING, attempt, attempt))
+    # The replica knew it as retrying after the first attempt.
+    again = [feed.claimed("j1", 2, 1, was=_S.RETRYING), feed.succeeded("j1", 2, 1)]
+    folded = fold(again, {("default", "j1"): Known(_S.RETRYING, 5, 2, 2)})
+    draft = _only(folded)
+    fork = draft.events[0]
+    assert (fork.type, fork.from_state, fork.to_state) == (FORKED_EVENT, _S.RETRYING, _S.RETRYING)
+    assert (fork.attempt, draft.events[1:]) == (1, again)
+    assert [anomaly.reason for anomaly in folded.anomalies] == [FORKED]
+    assert read_history([*told, *draft.events]).faults == []
+
+
+class _Life:
+    """A job in an engine that can wake up as it was some events ago, and its story in a ledger."""
+
+    def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
+        self._draw = draw
+        self._feed = Feed()
+        #: State, attempt, retries, and how they all were before.
+        self.now: tuple[State, int, int] = (_S.QUEUED, 0, 0)
+        self._before: list[tuple[State, int, int]] = []
+        self.written = fold([self._feed.created("j1")], {}).drafts[0].events
+        self.known = Known(_S.QUEUED, 1)
+
+    def move(self) -> None:
+        state, attempt, retries = self.now
+        choices = sorted(MOVES[state] | ({_S.RUNNING} if state is _S.RUNNING else set()))
+        to = self._draw(st.sampled_from(choices))
+        data: dict[str, Any] = {"dlq_id": "d1"} if to in (_S.DLQ_PENDING, _S.DLQ_RECORDED, _S.FAILED) else {}
+        attempt += to is _S.RUNNING
+        retries += to is _S.RETRYING and self._draw(st.booleans())
+        if (state, to) == (_S.SUSPENDED, _S.QUEUED):
+            retries = 0
+        if (state, to) == (_S.RUNNING, _S.QUEUED):
+            data["started"] = self._draw(st.booleans())
+        event = self._feed.event("j1", state, to, attempt, retries, data=data or None)
+        self._before.append(self.now)
+        self.now = (to, attempt - (data.get("started") is False), retries)
+        self._tell(event)
+
+    def forget(self) -> None:
+        """Wake up as it was earlier; ends are remembered by the ledger only."""
+        if self._before:
+            back = self._draw(st.integers(0, len(self._before) - 1))
+            self.now = self._before[back]
+            del self._before[back:]
+
+    def _tell(self, event: Event) -> None:
+        folded = fold([event], {("default", "j1"): self.known})
+        fast = _only(assume([event]))
+        known = self.known
+        # What the fast path's statement holds against the row.
+        fits = (
+            (known.state, fast.new) == (fast.came_from, False)
+            and known.attempt <= fast.attempt_was
+            and (fast.retries_were is None or 0 <= fast.retries_were - known.retry_count <= 1)
+        )
+        assert fits == (not folded.anomalies)
+        for draft in folded.drafts:
+            self.written = [*self.written, *draft.events]
+            assert draft.state is not None
+            self.known = Known(draft.state, len(self.written), draft.attempt, draft.retry_count)
+        if self.known.state not in FINAL:
+            assert (self.known.state, self.known.attempt, self.known.retry_count) == self.now
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_stale_replicas_make_no_illegal_story(data: st.DataObject) -> None:
+    """Whatever an engine forgets, and however often: the ledger's story is legal, and goes where the engine goes."""
+    life = _Life(data.draw)
+    for _ in range(data.draw(st.integers(1, 4))):
+        for _ in range(data.draw(st.integers(1, 8))):
+            if life.now[0] in FINAL:
+                break
+            life.move()
+        life.forget()
+    assert read_history(life.written).faults == []
+
+
 def test_both_ways_agree_on_what_fits(feed: Feed) -> None:
     events = [*feed.life("j1"), feed.claimed("j2"), feed.failed("j2", _S.RETRYING), feed.succeeded("j3")]
-    known = {("default", "j2"): Known(_S.QUEUED, 1), ("default", "j3"): Known(_S.RUNNING, 2)}
+    known = {("default", "j2"): Known(_S.QUEUED, 1), ("default", "j3"): Known(_S.RUNNING, 2, 1)}
     fast, slow = assume(events), fold(events, known)
     assert slow.anomalies == []
     for one, other in zip(fast.drafts, slow.drafts, strict=True):
