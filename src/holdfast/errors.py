@@ -370,7 +370,8 @@ class FeedFull(IntakeRefused):
 
 
 class FeedUnread(IntakeRefused):
-    """The queue has a ledger, but its feed has no reader: the store is new, or was wiped. The submitter sees to it."""
+    """The queue has a ledger, but its feed has no reader yet: the store is new, was wiped or restarted, or a replica
+    took over. The submitter sees to it."""
 
     code = "FEED_UNREAD"
 

@@ -80,7 +80,7 @@ def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:
 
 
 @pytest.mark.search
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1_800)
 def test_sqlite_agrees_with_the_model(tmp_path: Path) -> None:
     # What is tested is not the disk: 75,000 commits need not wait for it.
     memory = Path("/dev/shm")
@@ -90,7 +90,7 @@ def test_sqlite_agrees_with_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.search
 @pytest.mark.redis
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1_800)
 @pytest.mark.parametrize(
     ("server", "examples"),
     [("redis_url", EXAMPLES), ("redis_62_url", EXAMPLES // 10), ("redis_60_url", EXAMPLES // 10)],

@@ -222,7 +222,10 @@ class WorldEngine:
     async def queues(self) -> list[str]:
         return [QUEUE]
 
-    async def register_reader(self, queue: str) -> None:
+    async def incarnation(self, queue: str) -> str:
+        return ""
+
+    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
         self._world.chance()
 
     async def remember_keys(self, queue: str, keys: Sequence[Any]) -> None:

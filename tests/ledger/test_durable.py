@@ -16,6 +16,7 @@ from holdfast.core.job import Envelope, Receipt, new_job_ids
 from holdfast.engine.port import EngineOptions, KnownKey
 from holdfast.errors import FeedUnread, InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
 from holdfast.ledger.keys import JobKey
+from holdfast.ledger.port import Position
 from holdfast.submitter import Submitter
 from holdfast.upkeep.admission import Patience
 from tests.worker.support import eventually, working
@@ -42,7 +43,10 @@ class Engine:
             receipts.append(Receipt(first, first != envelope.job_id))
         return receipts
 
-    async def register_reader(self, queue: str) -> None:
+    async def incarnation(self, queue: str) -> str:
+        return "first"
+
+    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
         await asyncio.sleep(0)
         self.readers.add(queue)
 
@@ -74,6 +78,9 @@ class Ledger:
     async def queues(self) -> list[str]:
         self._answer()
         return ["default"]
+
+    async def position(self, queue: str) -> Position:
+        return Position()
 
     async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[KnownKey]]:
         for start in range(0, len(self.known), 2):
@@ -246,7 +253,7 @@ async def test_who_waits_when_it_is_closed_knows_that_the_job_is_accepted() -> N
 async def test_a_store_that_forgets_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(read=False)
 
-    async def forget(queue: str) -> None:
+    async def forget(queue: str, incarnation: str, *, reminded: bool) -> None:
         engine.readers.clear()
 
     monkeypatch.setattr(engine, "register_reader", forget)

@@ -273,6 +273,26 @@ async def test_a_story_that_went_on_from_an_earlier_point_is_forked(
     assert [row["reason"] for row in await rows(ledger, "SELECT * FROM anomalies")] == [FORKED]
 
 
+@pytest.mark.parametrize("together", [True, False])
+async def test_an_earlier_attempt_in_the_same_state_is_a_fork(ledger: Ledger, scribe: Scribe, together: bool) -> None:
+    """A replica that knew the job as retrying after attempt 1, where the ledger has it retrying after attempt 3."""
+    feed = Feed()
+    await scribe.write(feed.entry(feed.created("j1"), feed.claimed("j1"), feed.failed("j1", _S.RETRYING)))
+    for attempt in (2, 3):
+        claimed = feed.claimed("j1", attempt, attempt - 1, was=_S.RETRYING)
+        done = await scribe.write(feed.entry(claimed, feed.failed("j1", _S.RETRYING, attempt, attempt)))
+        assert (done.anomalies, done.looked_up) == (0, False)
+    again = [feed.claimed("j1", 2, 1, was=_S.RETRYING), feed.succeeded("j1", 2, 1)]
+    for entry in [feed.entry(*again)] if together else [feed.entry(event) for event in again]:
+        await scribe.write(entry)
+    told = ["task.created", *["task.claimed", "task.retrying"] * 3, FORKED_EVENT, "task.claimed", "task.succeeded"]
+    assert await story(ledger, "j1") == told
+    assert await check_ledger(ledger) == {"j1": _S.SUCCEEDED}
+    assert [row["reason"] for row in await rows(ledger, "SELECT * FROM anomalies")] == [FORKED]
+    row = await job(ledger, "j1")
+    assert (row["state"], row["attempt"], row["retry_count"]) == ("succeeded", 2, 1)
+
+
 async def test_a_job_that_the_ledger_never_heard_of_is_taken_up_where_it_is(ledger: Ledger, scribe: Scribe) -> None:
     feed = Feed()
     beat = feed.event("ghost", None, None, 1, type=HEARTBEAT_EVENT)

@@ -233,6 +233,8 @@ async def test_a_stale_replica_takes_over(make_redis: MakeServer, ledger_url: st
         await until(lambda: _is_true(projector.counts.forks == 1), "the fork is seen")
         again = await new.claim(500)
         await new.settle(again)
+        # As a submitter would: another memory takes no jobs before the ledger was asked.
+        await new.admit()
         after = await new.lives(30)
         await new.settled_down()
         told = await new.check([*done, *after], anomalies=None)

@@ -101,14 +101,14 @@ def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:
 
 
 @pytest.mark.search
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1_800)
 def test_the_fold_agrees_with_sqlite(tmp_path: Path) -> None:
     explore(SqliteHarness(tmp_path / "holdfast.db"), EXAMPLES)
 
 
 @pytest.mark.redis
 @pytest.mark.search
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1_800)
 def test_the_fold_agrees_with_redis(redis_url: str) -> None:
     explore(RedisHarness(redis_url, f"story-{secrets.token_hex(4)}"), EXAMPLES)
 
@@ -145,6 +145,21 @@ def test_after_a_fork_the_job_is_where_the_engine_woke_up() -> None:
     ]
     view = fold("q", story)
     assert (view.state, view.attempt, view.meta.retry_count, view.meta.history) == (State.RUNNING, 1, 0, ())
+
+
+def test_after_a_fork_in_the_same_state_the_job_is_in_its_earlier_attempt() -> None:
+    failed = {"code": "E", "message": "m"}
+    story = [
+        created(),
+        move(State.QUEUED, State.RUNNING, attempt=1, worker="a"),
+        move(State.RUNNING, State.RETRYING, attempt=1, retry_count=1, data=failed),
+        move(State.RETRYING, State.RUNNING, attempt=2, retry_count=1, worker="a"),
+        move(State.RUNNING, State.RETRYING, attempt=2, retry_count=2, data=failed),
+        move(State.RETRYING, State.RETRYING, FORKED_EVENT, attempt=1, retry_count=1),
+    ]
+    view = fold("q", story)
+    assert (view.state, view.attempt, view.meta.retry_count) == (State.RETRYING, 1, 1)
+    assert [attempt.number for attempt in view.meta.history] == [1]
 
 
 def test_a_restored_job_goes_on_from_where_it_was() -> None:

@@ -160,6 +160,31 @@ def test_an_earlier_attempt_in_the_same_state_is_a_fork(feed: Feed) -> None:
     assert read_history([*told, *draft.events]).faults == []
 
 
+def test_retries_that_were_counted_anew_are_not_taken_back_in_silence(feed: Feed) -> None:
+    """The ledger has the job resumed, with no retries; the replica had it queued with two."""
+    known = {("default", "j1"): Known(_S.QUEUED, 9, 3, 0)}
+    assert fold([feed.claimed("j1", 4, 2)], known).anomalies != []
+    assert fold([feed.claimed("j1", 4, 0)], known).anomalies == []
+    resumed = feed.event("j1", _S.SUSPENDED, _S.QUEUED, 3, 0)
+    assert fold([resumed], {("default", "j1"): Known(_S.SUSPENDED, 8, 3, 2)}).anomalies == []
+
+
+def test_after_a_fork_a_job_that_was_given_back_counts_as_the_engine_does(feed: Feed) -> None:
+    told = [feed.created("j1")]
+    for attempt in (1, 2):
+        told.append(feed.claimed("j1", attempt, attempt - 1, was=told[-1].to_state or _S.QUEUED))
+        told.append(feed.failed("j1", _S.RETRYING, attempt, attempt))
+    told.append(feed.claimed("j1", 3, 2, was=_S.RETRYING))
+    told.append(feed.event("j1", _S.RUNNING, _S.QUEUED, 3, 2, data={"started": True}))
+    again = [
+        feed.event("j1", _S.RETRYING, _S.SUSPENDED, 1, 1),
+        feed.event("j1", _S.SUSPENDED, _S.QUEUED, 1, 0),
+        feed.claimed("j1", 2, 0),
+    ]
+    draft = _only(fold(again, {("default", "j1"): Known(_S.QUEUED, 7, 3, 2)}))
+    assert read_history([*told, *draft.events]).faults == []
+
+
 class _Life:
     """A job in an engine that can wake up as it was some events ago, and its story in a ledger."""
 

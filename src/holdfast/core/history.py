@@ -5,7 +5,8 @@ What it checks, for every job: the story begins at the beginning, each move star
 legal, carries its own name, attempts rise by one at each claim (an attempt that was given back unstarted may be
 numbered again), retries are never forgotten, and nothing follows the one final event. Two moves are not in the table
 and are allowed under their own name only: a job that was put back (`task.restored`), and the place where the engine's
-story went on from an earlier point than the ledger's (`ledger.forked`); neither leads out of a final state or into one.
+story went on from an earlier point than the ledger's (`ledger.forked`, be it in the same state); neither leads out of a
+final state or into one.
 
 `Story` holds one job and is fed event by event, in constant memory; `read_history` follows many jobs at once.
 """
@@ -160,8 +161,9 @@ def _count_faults(story: Story, event: Event) -> list[str]:
 def _follow(story: Story, event: Event) -> None:
     forked, restored = event.type == FORKED_EVENT, event.type == RESTORED_EVENT
     released = event.from_state is State.RUNNING and event.to_state is State.QUEUED and not forked and not restored
-    # A job that was given back and is moved again before it runs keeps the doubt about its last attempt.
-    story.given_back = released or (story.given_back and event.to_state is not State.RUNNING)
+    # A job that was given back and is moved again before it runs keeps the doubt about its last attempt; a fork says
+    # outright in which attempt the engine is.
+    story.given_back = released or (story.given_back and event.to_state is not State.RUNNING and not forked)
     if not (story.given_back and not released):
         story.attempt = event.attempt
     story.forked = forked

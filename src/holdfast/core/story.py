@@ -7,7 +7,7 @@ asked and have allowed.
 
 Two things are approximate. An attempt's end is when the engine heard of it, not when the worker finished. And after
 `ledger.forked` (the engine woke up with an older memory) the fold goes back to the latest point at which the job was in
-that state; what really happened in between stays in the ledger.
+that state and attempt; what really happened in between stays in the ledger.
 """
 
 from __future__ import annotations
@@ -197,10 +197,10 @@ def _restored(point: _Point, event: Event) -> _Point:
 
 
 def _rewound(points: Sequence[_Point], event: Event) -> _Point:
-    """The engine went on from an earlier point: the latest at which the job was in that state."""
-    for point in reversed(points):
-        if point.view.state is event.to_state:
-            return point
+    """The engine went on from an earlier point: the latest at which the job was in that state, and in that attempt."""
+    there = [point for point in points if point.view.state is event.to_state]
+    if there:
+        return ([point for point in there if point.view.attempt == event.attempt] or there)[-1]
     assert event.to_state is not None
     return _Point(msgspec.structs.replace(points[-1].view, state=event.to_state, worker=""))
 

@@ -161,7 +161,7 @@ class Letters:
 
     async def _hand_in(self, row: ReplayRow) -> bool:
         try:
-            (receipt,) = await self._engine.submit([await self._envelope(row)])
+            receipt = await self._desk.submit(await self._envelope(row))
             _check_own(row, receipt)
         except IntakeRefused:
             return False

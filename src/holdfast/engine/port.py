@@ -12,21 +12,23 @@ What every adapter guarantees, and `holdfast.testing.contract` proves:
 
 All methods raise `EngineUnavailable` when the store does not answer; all may then be called again with
 the same arguments: `submit` recognises its job ids, `settle` its lease tokens, the rest is repeatable.
+Where queues are on several servers, a call for several queues serves those that answer, and raises if none
+does; `settle` and `renew` raise `PartlyDone` if one does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 from holdfast.core.job import Claim, Consent, Envelope, Event, JobView, Lease, Receipt
 from holdfast.core.states import State
 from holdfast.core.verdict import Answer, Settlement
-from holdfast.errors import InvalidOption
+from holdfast.errors import EngineUnavailable, InvalidOption
 from holdfast.observe.counts import Counts
 
 if TYPE_CHECKING:
@@ -46,10 +48,20 @@ INTAKE_PAUSED: Final = "an operator has paused its intake; try again once it goe
 INTAKE_FULL: Final = "as many jobs are in line or running as may be; try again when some have ended"
 FEED_BEHIND: Final = "its feed is full because the ledger does not read it; bring the ledger back"
 FEED_UNREAD: Final = (
-    "its feed has no reader: the store is new or was wiped; refill what the ledger knows, then register one"
+    "its feed has no reader yet: the store is new, was wiped or restarted, or a replica took over; refill what the "
+    "ledger knows, then register one"
 )
 #: A feed that is this full is worth a warning.
 FEED_WARNING: Final = 0.8
+
+
+class PartlyDone(EngineUnavailable):
+    """A part of the store does not answer, the rest has done its share: `done` is what the call would have returned,
+    as far as that is known."""
+
+    def __init__(self, why: EngineUnavailable, done: list[Any]) -> None:
+        super().__init__(str(why))
+        self.done = done
 
 
 class RetryVia(StrEnum):
@@ -291,18 +303,29 @@ class Engine(Protocol):
         envelopes again (a reply was lost) change nothing and are no duplicates. Raises `IntakeRefused`
         when a queue's intake is paused, `IntakeLimited` when it or the tenant's part of it would grow over its limit
         (duplicates are answered all the same), `FeedFull` when its feed is at its limit, and, with `options.ledger`,
-        `FeedUnread` when its feed has no reader (the store is new or was wiped: refill what the ledger knows, then
-        `register_reader`); envelopes of other queues may have been taken.
+        `FeedUnread` when its feed has no reader in this memory (the store is new, was wiped or restarted, or a replica
+        took over: refill what the ledger knows, then `register_reader`); envelopes of other queues may have been taken.
         """
         ...
 
-    async def claim(self, worker: str, queues: Sequence[str], limit: int, wait_ms: int) -> list[Claim]:
+    async def claim(
+        self,
+        worker: str,
+        queues: Sequence[str],
+        limit: int,
+        wait_ms: int,
+        held: Callable[[str], Collection[str]] | None = None,
+    ) -> list[Claim]:
         """Lease up to `limit` jobs that may run now; wait on the server for the first up to `wait_ms`.
 
         Adopts foreign messages that are well formed and dead-letters the others. Paused queues give nothing.
         Tenants that have jobs in line take turns, by weight: none waits behind another's backlog. A tenant that has
         as many running as it may gets nothing. Within a tenant and a priority the oldest is first.
         A negative `limit` or unknown queue is not an error: it gives nothing.
+
+        Whoever says which tokens of a queue it has (`held`) is served by those queues that answer; a queue that did
+        not is tried again later, and first gives what its lost replies had granted, as `resume` would. Without, one
+        queue that does not answer fails the call.
         """
         ...
 
@@ -314,14 +337,17 @@ class Engine(Protocol):
         ...
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
-        """End attempts; one answer each. Repeatable: a second copy answers `ALREADY`."""
+        """End attempts; one answer each. Repeatable: a second copy answers `ALREADY`.
+
+        `PartlyDone.done` has None where no answer came.
+        """
         ...
 
     async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
         """Push deadlines out; returns the leases that are lost.
 
         Leases that were renewed and whose token is among `heartbeats` leave a `task.heartbeat` event each, all in
-        one feed entry.
+        one feed entry. `PartlyDone.done` are those that are known to be lost.
         """
         ...
 
@@ -446,8 +472,16 @@ class Engine(Protocol):
 
     # The ledger's end ------------------------------------------------------------------------------
 
-    async def register_reader(self, queue: str) -> None:
-        """From now on nothing unread is dropped from the feed."""
+    async def incarnation(self, queue: str) -> str:
+        """Whose memory the engine has now: another one after a restart or a fail-over, which may have lost some."""
+        ...
+
+    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+        """From now on nothing unread is dropped from the feed, and with a ledger the queue takes jobs, in this
+        incarnation only; without one named, in the present one.
+
+        `reminded`: keys were put back before; the feed says so, if it has said anything, in an entry without events.
+        """
         ...
 
     async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:

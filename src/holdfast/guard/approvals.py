@@ -125,15 +125,28 @@ class Approvals:
         return len(rows)
 
     async def carry_on(self, limit: int) -> int:
-        """Tell the engine what has been decided and not been seen to arrive; how many have arrived."""
+        """Tell the engine what has been decided and not been seen to arrive; how many have arrived.
+
+        Raises in the end if the engine did not answer for some of them.
+        """
         people, arrived, last = self._ledger.people, 0, None
+        away: dict[str, EngineUnavailable] = {}
         while True:
             rows = await people.undelivered_approvals(limit, last)
             for row in rows:
-                arrived += await self._deliver(row)
+                if row.queue in away:
+                    continue
+                try:
+                    arrived += await self._deliver(row)
+                except EngineUnavailable as exc:
+                    # Other queues may be on a part of the store that answers.
+                    away[row.queue] = exc
             if len(rows) < limit:
-                return arrived
+                break
             last = rows[-1]
+        for failure in away.values():
+            raise failure
+        return arrived
 
     async def _tell(self, row: ApprovalRow) -> None:
         """It is decided, and that stands: an engine that is away is told later."""

@@ -242,9 +242,13 @@ def _restored(event: Event, _: int) -> str:
 
 
 def _forked(event: Event, _: int) -> str:
+    if event.from_state is event.to_state:
+        where = f"{word(event.to_state)} as it was after attempt {event.attempt}, where the ledger had a later point"
+    else:
+        where = f"{word(event.to_state)}, where the ledger had it {word(event.from_state)}"
     return (
         f"At {clock(event.at_ms)} the engine turned out to have forgotten its latest steps (a wipe, or an older copy)"
-        f": it went on from {word(event.to_state)}, where the ledger had it {word(event.from_state)}."
+        f": it went on from {where}."
     )
 
 

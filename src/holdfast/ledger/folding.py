@@ -1,12 +1,13 @@
 """A batch of feed events, folded into what the ledger is to write: one row a job, however much happened to it. Pure.
 
 `assume` needs no look-up: a job that begins in the batch is taken for new, any other for being where its first event
-says it was. The store holds both against its rows and has everything taken back if one does not fit; then `fold` is
-given what the ledger knows and tells the truth event by event. What does not fit the ledger's story is an anomaly:
+says it was, in the attempt in which it was. The store holds both against its rows and has everything taken back if one
+does not fit; then `fold` is given what the ledger knows and tells the truth event by event. What does not fit the
+ledger's story is an anomaly:
 
 - the ledger has the job's end: nothing follows an end, so the event is kept as an anomaly only;
 - the job is elsewhere, but open: the engine went on from an earlier point (a stale replica, a cut AOF). The story gets
-  a `ledger.forked` event to where the engine was, then the event;
+  a `ledger.forked` event to where the engine was, then the event. An earlier attempt in the same state is elsewhere;
 - the ledger has never heard of the job (its feed was cut before somebody read it): the same, after a creation of ours.
 
 What people did (`operator.…`) is no part of a job's story, and goes into the operators' log as it is.
@@ -46,7 +47,7 @@ UNKNOWN_PAYLOAD: Final = "null"
 #: Why an event is an anomaly.
 AFTER_THE_END: Final = "the job had ended in the ledger"
 CREATED_AGAIN: Final = "the ledger has this job already"
-FORKED: Final = "the engine went on from another state than the ledger's"
+FORKED: Final = "the engine went on from an earlier point than the ledger's"
 NEVER_HEARD: Final = "the ledger has no such job"
 
 #: Written as they are in the job's row, and told from there.
@@ -68,6 +69,8 @@ class Known(msgspec.Struct, frozen=True):
 
     state: State
     last_seq: int
+    attempt: int = 0
+    retry_count: int = 0
 
 
 class Anomaly(msgspec.Struct, frozen=True):
@@ -84,6 +87,9 @@ class Draft(msgspec.Struct, eq=False):
     job_id: str
     #: Where the ledger must have it; None: it is new, or only noted upon.
     came_from: State | None
+    #: The latest attempt that the ledger may have of it, and the retries, at most one less; None: any.
+    attempt_was: int = 0
+    retries_were: int | None = 0
     #: The number of its last event before the batch, where that is known.
     seq: int = 0
     creation: Event | None = None
@@ -153,6 +159,8 @@ def assume(events: Iterable[Event]) -> Folded:
                 if from_state is None or from_state in FINAL:
                     raise Misfit(event)
                 draft.came_from = from_state
+                draft.attempt_was = _attempt_before(event)
+                draft.retries_were = None if _resumes(event) else event.retry_count
             elif from_state is not draft.state or draft.ended:
                 raise Misfit(event)
         _apply(draft, event)
@@ -171,7 +179,8 @@ def fold(events: Iterable[Event], known: Mapping[Name, Known]) -> Folded:
         name = (event.tenant_id, event.job_id)
         draft = drafts.get(name)
         if draft is None and (row := known.get(name)) is not None:
-            draft = drafts[name] = Draft(*name, row.state, row.last_seq)
+            draft = drafts[name] = Draft(*name, row.state, row.attempt, row.retry_count, row.last_seq)
+            draft.attempt, draft.retry_count = row.attempt, row.retry_count
             draft.ended = row.state in FINAL
         if draft is None:
             if event.to_state is None or event.from_state in FINAL:
@@ -193,7 +202,7 @@ def fold(events: Iterable[Event], known: Mapping[Name, Known]) -> Folded:
 def _continue(draft: Draft, event: Event) -> str | None:
     """The next event of a job that the ledger has; why it is an anomaly, if it is."""
     state = draft.state or draft.came_from
-    if event.to_state is None or (event.from_state is state and not draft.ended):
+    if event.to_state is None or (event.from_state is state and not draft.ended and _follows(draft, event)):
         _apply(draft, event)
         return None
     if event.from_state is None:
@@ -203,6 +212,26 @@ def _continue(draft: Draft, event: Event) -> str | None:
     _apply(draft, _fork(state, event))
     _apply(draft, event)
     return FORKED
+
+
+def _follows(draft: Draft, event: Event) -> bool:
+    """Whether the event's counts go on from the job's, or from those of an earlier point in the same state.
+
+    An engine that forgets only ever goes back, so a later attempt than expected is none of its doing.
+    """
+    if _attempt_before(event) < draft.attempt:
+        return False
+    return _resumes(event) or 0 <= event.retry_count - draft.retry_count <= 1
+
+
+def _attempt_before(event: Event) -> int:
+    """A claim begins a new attempt; everything else happens to the last one."""
+    return event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
+
+
+def _resumes(event: Event) -> bool:
+    """Whether the retries are counted anew."""
+    return event.from_state is State.SUSPENDED and event.to_state is State.QUEUED
 
 
 def _creation(event: Event) -> Event:
@@ -225,7 +254,7 @@ def _fork(state: State, event: Event) -> Event:
         at_ms=event.at_ms,
         from_state=state,
         to_state=event.from_state,
-        attempt=max(0, event.attempt - 1) if event.to_state is State.RUNNING else event.attempt,
+        attempt=max(0, _attempt_before(event)),
         retry_count=event.retry_count,
         message=FORKED,
     )

@@ -132,12 +132,15 @@ def event_rows(drafts: Iterable[Draft], queue: str, instant: AsInstant) -> list[
 
 
 def moved_row(draft: Draft, instant: AsInstant) -> Row:
-    """What every move of a known job changes: tenant, id, events, from, attempt, retries, at."""
+    """What every move of a known job changes: tenant, id, events, from, attempt and retries then and
+    now, at."""
     return (
         draft.tenant_id,
         draft.job_id,
         len(draft.events),
         draft.came_from,
+        draft.attempt_was,
+        draft.retries_were,
         draft.attempt,
         draft.retry_count,
         instant(draft.at_ms),

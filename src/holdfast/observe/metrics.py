@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -104,11 +105,28 @@ async def _look_at_engine(app: App) -> list[QueueSight] | None:
     engine, ledger = app.engine, app.ledger_port
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            seen = [(await engine.stats(queue)) for queue in await engine.queues()]
+            queues = await engine.queues()
+            seen, failure = await _stats(engine, queues)
     except (EngineUnavailable, TimeoutError) as exc:
         _log.info("the engine does not answer a scrape: %s", exc)
         return None
+    if failure is not None:
+        _log.info("the engine does not answer a scrape for some queues: %s", failure)
+        if not seen:
+            return None
     return [await _queue_sight(app.settings, engine, ledger, stats) for stats in seen]
+
+
+async def _stats(engine: Engine, queues: Sequence[str]) -> tuple[list[QueueStats], EngineUnavailable | None]:
+    """Of those queues that answer, and why others do not: they may be on a part of the store that is away."""
+    seen: list[QueueStats] = []
+    failure: EngineUnavailable | None = None
+    for queue in queues:
+        try:
+            seen.append(await engine.stats(queue))
+        except EngineUnavailable as exc:
+            failure = exc
+    return seen, failure
 
 
 async def _queue_sight(settings: Settings, engine: Engine, ledger: Ledger | None, stats: QueueStats) -> QueueSight:

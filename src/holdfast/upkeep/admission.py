@@ -1,9 +1,13 @@
-"""Opens a queue's intake after its engine has lost its memory, or for the first time.
+"""Opens a queue's intake after its engine has lost its memory, may have lost some of it, or for the first time.
 
-With a ledger, a queue takes jobs only while its feed has a registered reader; a wipe takes that away together with
-everything else. Whoever finds it gone (a submission that is answered `FeedUnread`, a projector whose feed has forked)
-calls `admit`: the idempotency keys that the ledger knows go back into the engine first, then the reader is registered.
-So a job that was submitted before the wipe is still a duplicate after it.
+With a ledger, a queue takes jobs only while its feed has a reader that was registered in this very memory: a wipe takes
+the registration away together with everything else, a restart or a replica that takes over is another incarnation.
+Whoever finds out (a submission that is answered `FeedUnread`, a projector whose feed has forked) calls `admit`: the
+idempotency keys that the ledger knows go back into the engine first, then the reader is registered. So a job that the
+ledger had before is still a duplicate after it.
+
+Nothing has to go back if the feed still has the entry that the ledger read last: a job's key and its feed entry are
+written in one step, and a replica gets all steps in order (decision 0019).
 
 Any number may do so at once, here or in other processes: a key that is known stays as it is. The ledger being down must
 not stop intake: then the queue is opened without its keys, and the log says so. A submission does not wait for long to
@@ -19,11 +23,12 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from holdfast.core.backoff import Backoff
+from holdfast.core.job import Envelope, Receipt
 from holdfast.engine.port import MAX_BATCH, Engine
-from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
+from holdfast.errors import FeedUnread, InvalidOption, LedgerUnavailable, SchemaMismatch
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port import Ledger
+    from holdfast.ledger.port import Ledger, Projection
 
 _log: Final = logging.getLogger("holdfast.admission")
 
@@ -77,6 +82,8 @@ class Patience:
 async def admit(engine: Engine, ledger: Ledger | None, queue: str, patience: Patience | None = None) -> int:
     """Refill the queue's keys, then register its reader; how many keys the ledger gave. Repeatable."""
     count = 0
+    # Before anything else: if another memory takes over meanwhile, what is registered is not the one that takes jobs.
+    incarnation = await engine.incarnation(queue)
     if ledger is not None:
         try:
             count = await _refill_in_earnest(engine, ledger, queue, patience)
@@ -88,10 +95,27 @@ async def admit(engine: Engine, ledger: Ledger | None, queue: str, patience: Pat
                 queue,
                 exc,
             )
-    await engine.register_reader(queue)
+    await engine.register_reader(queue, incarnation, reminded=count > 0)
     if count:
         _log.warning("the engine had lost its memory of queue %s; %d idempotency keys are known again", queue, count)
     return count
+
+
+class AdmittingDesk:
+    """Takes jobs one by one, and opens the queue's intake before, where that is needed."""
+
+    def __init__(self, engine: Engine, ledger: Ledger) -> None:
+        self._engine = engine
+        self._ledger = ledger
+
+    async def submit(self, envelope: Envelope) -> Receipt:
+        """Raises what the engine's `submit` raises."""
+        try:
+            (receipt,) = await self._engine.submit([envelope])
+        except FeedUnread as exc:
+            await admit(self._engine, self._ledger, exc.queue)
+            (receipt,) = await self._engine.submit([envelope])
+        return receipt
 
 
 async def _refill_in_earnest(engine: Engine, ledger: Ledger, queue: str, patience: Patience | None) -> int:
@@ -113,8 +137,24 @@ async def _refill(engine: Engine, ledger: Ledger, queue: str, patience: Patience
     # A queue that the ledger has never heard of has no keys; a search in a large ledger would delay its first job.
     if queue not in await (question if patience is None else patience.ask(question)):
         return 0
+    if await _has_read(engine, ledger.projection, queue):
+        return 0
     count = 0
     async for keys in ledger.recovery.submission_keys(queue, engine.options.idempotency_window_ms, MAX_BATCH):
         await engine.remember_keys(queue, keys)
         count += len(keys)
     return count
+
+
+async def _has_read(engine: Engine, projection: Projection, queue: str) -> bool:
+    """Whether the engine has all that the ledger has read: its feed has the entry that was read last."""
+    position = await projection.position(queue)
+    while position.position:
+        entries = await engine.feed(queue, position.position, 1)
+        if entries and (entries[0].position, entries[0].nonce) == (position.position, position.nonce):
+            return True
+        # Or it was trimmed, because the ledger has read on.
+        before, position = position, await projection.position(queue)
+        if position == before:
+            break
+    return False

@@ -13,6 +13,7 @@ from holdfast.dlq.letters import Letters
 from holdfast.engine.port import Engine
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port import Ledger
+from holdfast.upkeep.admission import AdmittingDesk
 from holdfast.upkeep.loop import forever
 
 _log: Final = logging.getLogger("holdfast.upkeep")
@@ -25,7 +26,7 @@ class Replays:
     """Looks for them until cancelled."""
 
     def __init__(self, engine: Engine, ledger: Ledger, random: Random | None = None) -> None:
-        self._letters = Letters(engine, ledger)
+        self._letters = Letters(engine, ledger, AdmittingDesk(engine, ledger))
         self._random = random or Random()
 
     async def run(self) -> None:

@@ -129,7 +129,7 @@ class Fetcher:
         self._ticked_at = time.monotonic()
         if limit > 0:
             began = time.monotonic()
-            claims = await self._engine.claim(self._worker, self._queues, limit, self._wait_ms())
+            claims = await self._engine.claim(self._worker, self._queues, limit, self._wait_ms(), self._tokens)
             if claims:
                 if len(claims) == limit:
                     # A full batch did not wait for jobs: that is what the way to the store and back takes.
@@ -154,6 +154,10 @@ class Fetcher:
                 self._ticked_at = time.monotonic()
             finally:
                 runner.wake_at = -1
+
+    def _tokens(self, queue: str) -> set[str]:
+        """Of the leases in this queue that we know of."""
+        return {run.claim.lease.token for run in self._held if run.claim.queue == queue}
 
     def _space(self) -> int:
         return min(self._runner.concurrency - self._runner.load, self._left(), MAX_BATCH)

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, assert_never
 
 from holdfast.core.backoff import Backoff
 from holdfast.core.job import Lease
-from holdfast.engine.port import MAX_BATCH, Cancelled, Control, Controlled, Due, Engine, Notice
+from holdfast.engine.port import MAX_BATCH, Cancelled, Control, Controlled, Due, Engine, Notice, PartlyDone
 from holdfast.errors import EngineUnavailable
 from holdfast.own_thread import OwnThread
 from holdfast.worker.run import Held
@@ -24,6 +24,8 @@ _log: Final = logging.getLogger("holdfast.worker")
 
 #: A missed notice costs at most this long: the next beat tells the same.
 _LISTEN_S: Final = 5.0
+#: While a part of the store is away, its leases are tried again this soon.
+_AGAIN_S: Final = 0.5
 
 
 class Listener(Protocol):
@@ -63,6 +65,8 @@ class Renewer:
         self._beat_at = 0.0
         #: Since when each run is known to run, or when it left its last heartbeat; by token.
         self._alive_since: dict[str, float] = {}
+        #: Queues whose controls have not been read yet.
+        self._unread: set[str] = set()
 
     def start(self) -> None:
         """Begin to beat."""
@@ -95,8 +99,8 @@ class Renewer:
         # At once: whatever kept us away may have taken most of the lease.
         await self._beat()
         # Notices may have been missed.
-        for queue in self._queues:
-            await self._read_control(queue)
+        self._unread.update(self._queues)
+        await self._read_controls()
         while not self._thread.stopping:
             wait_s = min(_LISTEN_S, max(0.0, self._beat_at - time.monotonic()))
             for notice in await self._engine.listen(self._queues, round(wait_s * 1000)):
@@ -104,6 +108,7 @@ class Renewer:
             backoff.reset()
             if time.monotonic() >= self._beat_at:
                 await self._beat()
+                await self._read_controls()
 
     async def _beat(self) -> None:
         now = time.monotonic()
@@ -122,7 +127,11 @@ class Renewer:
     async def _renew(self, leases: Iterable[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
         left, lost = list(leases), list[Lease]()
         for start in range(0, len(left), MAX_BATCH):
-            lost += await self._engine.renew(left[start : start + MAX_BATCH], heartbeats)
+            try:
+                lost += await self._engine.renew(left[start : start + MAX_BATCH], heartbeats)
+            except PartlyDone as exc:
+                lost += exc.done
+                self._beat_at = min(self._beat_at, time.monotonic() + _AGAIN_S)
         return lost
 
     async def _hear(self, notice: Notice) -> None:
@@ -142,6 +151,19 @@ class Renewer:
         lost = await self._renew(lease for lease in leases if lease.job_id == job_id and lease.queue == queue)
         if lost:
             self._tell(self._listener.cancelled, lost)
+
+    async def _read_controls(self) -> None:
+        """Of the queues whose controls are not known yet. Raises if none answers."""
+        failure: EngineUnavailable | None = None
+        unread = len(self._unread)
+        for queue in sorted(self._unread):
+            try:
+                await self._read_control(queue)
+                self._unread.discard(queue)
+            except EngineUnavailable as exc:
+                failure = exc
+        if failure is not None and len(self._unread) == len(self._queues) == unread:
+            raise failure
 
     async def _read_control(self, queue: str) -> None:
         self._tell(self._listener.controlled, queue, await self._engine.control(queue))

@@ -3,6 +3,7 @@
 A verdict leaves at the next turn of the loop while few calls are on their way, else with the first call
 that comes back: alone at low load, in hundreds at high load, and never held for a batch to fill. Nothing
 is dropped while the engine is away: settlements are fenced and repeatable, so they are sent until answered.
+Those of a part of the store that is away wait aside, and keep no others from theirs.
 A verdict that the engine refuses again and again is told from its neighbours, and left to its lease.
 """
 
@@ -15,7 +16,7 @@ from typing import Final
 
 from holdfast.core.backoff import Backoff
 from holdfast.core.verdict import Answer, DeadLetter, Settlement, Suspend
-from holdfast.engine.port import MAX_BATCH, Engine
+from holdfast.engine.port import MAX_BATCH, Engine, PartlyDone
 from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.observe.current import about
 from holdfast.worker.run import Held, Run
@@ -38,6 +39,9 @@ class Settler:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Run] = []
         self._calls: set[asyncio.Task[None]] = set()
+        #: Verdicts for a part of the store that is away, and who sees to them.
+        self._aside: list[Run] = []
+        self._late_call: asyncio.Task[None] | None = None
         self._scheduled = False
 
     @property
@@ -56,12 +60,12 @@ class Settler:
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is answered; False if time ran out first."""
         deadline = self._loop.time() + timeout_s
-        while self._waiting or self._calls:
+        while self._waiting or self._calls or self._late_call:
             left_s = deadline - self._loop.time()
             if left_s <= 0:
                 return False
-            if self._calls:
-                await asyncio.wait(self._calls, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if calls := self._calls | ({self._late_call} if self._late_call else set()):
+                await asyncio.wait(calls, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(0)
         return True
@@ -70,6 +74,8 @@ class Settler:
         """Stop sending; returns how many verdicts were not answered. Their leases run out, the jobs run again."""
         for call in self._calls:
             call.cancel()
+        if self._late_call is not None:
+            self._late_call.cancel()
         return sum(run.settlement is not None for run in self._held)
 
     def _flush(self) -> None:
@@ -92,6 +98,9 @@ class Settler:
         settlements = [run.settlement for run in runs if run.settlement is not None]
         try:
             answers = await self._until_answered(settlements)
+        except PartlyDone as exc:
+            self._put_aside(self._take_answers(runs, exc), exc)
+            return
         except Exception:  # noqa: BLE001 - one bad verdict must not stop the others
             if len(runs) > 1:
                 # One of them is to blame: find it, and let the others through.
@@ -104,9 +113,48 @@ class Settler:
             )
             self._held.difference_update(runs)
             return
+        self._answered(runs, answers)
+
+    def _answered(self, runs: Sequence[Run], answers: Sequence[Answer]) -> None:
         self._held.difference_update(runs)
         count_runs(self._engine.counts, runs, answers)
-        self._note(settlements, answers)
+        self._note([run.settlement for run in runs if run.settlement is not None], answers)
+
+    def _take_answers(self, runs: Sequence[Run], partly: PartlyDone) -> list[Run]:
+        """Those that have none."""
+        pairs = [(run, answer) for run, answer in zip(runs, partly.done, strict=True) if answer is not None]
+        self._answered([run for run, _ in pairs], [answer for _, answer in pairs])
+        return [run for run, answer in zip(runs, partly.done, strict=True) if answer is None]
+
+    def _put_aside(self, runs: list[Run], why: EngineUnavailable) -> None:
+        self._aside += runs
+        if self._late_call is None:
+            _log.warning("%d verdicts wait for a part of the engine: %s", len(runs), why)
+            self._late_call = self._loop.create_task(self._send_late())
+            self._late_call.add_done_callback(self._sent_late)
+
+    async def _send_late(self) -> None:
+        """Send what was put aside until all of it is answered, or refused: then it is sent like any other."""
+        backoff = Backoff()
+        while self._aside:
+            await asyncio.sleep(backoff.next_s())
+            batch = self._aside[:MAX_BATCH]
+            del self._aside[:MAX_BATCH]
+            settlements = [run.settlement for run in batch if run.settlement is not None]
+            try:
+                self._answered(batch, await self._engine.settle(settlements))
+                backoff.reset()
+            except PartlyDone as exc:
+                # Behind the others: one of them may be on another part, and answered.
+                self._aside += self._take_answers(batch, exc)
+            except Exception:  # noqa: BLE001 - who is to blame is found out there
+                self._waiting += batch
+                self._flush()
+
+    def _sent_late(self, call: asyncio.Task[None]) -> None:
+        self._late_call = None
+        if not call.cancelled() and (exc := call.exception()) is not None:
+            _log.error("settling failed in an unexpected way", exc_info=exc)
 
     async def _until_answered(self, settlements: Sequence[Settlement]) -> list[Answer]:
         backoff = Backoff()
@@ -114,6 +162,8 @@ class Settler:
         while True:
             try:
                 return await self._engine.settle(settlements)
+            except PartlyDone:
+                raise
             except EngineUnavailable as exc:
                 refusals = refusals + 1 if isinstance(exc, EngineRefused) else 0
                 if refusals == _MAX_REFUSALS:

@@ -51,6 +51,11 @@ _NOT_NOW: Final[Mapping[str, str]] = {
 }
 
 
+#: Connections that know whose memory they speak to.
+_LEARNED: Final = frozenset({Purpose.SUBMIT, Purpose.OTHER})
+#: Scripts that are told so, and in which argument, where that is not empty.
+_TOLD: Final[Mapping[str, int]] = {"submit": 6}
+
 #: Said by a server that is no master any more.
 _DEMOTED: Final = ("READONLY", "MASTERDOWN")
 
@@ -81,6 +86,14 @@ class Script:
         self.name = name
         self.source = "\n".join([_constants(), *parts]).encode()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
+        self._told_at = _TOLD.get(name)
+
+    def told(self, connection: Connection, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The arguments for this very connection."""
+        at = self._told_at
+        if at is None or not arguments[at]:
+            return arguments
+        return [*arguments[:at], connection.incarnation, *arguments[at + 1 :]]
 
 
 class Client:
@@ -114,8 +127,20 @@ class Client:
             connection = self._connections.get(purpose)
             if connection is None or not connection.usable:
                 connection = await self._open(Connection)
+                if purpose in _LEARNED:
+                    try:
+                        await self._learn(connection)
+                    except BaseException:
+                        connection.close()
+                        raise
                 self._connections[purpose] = connection
             return connection
+
+    async def incarnation(self, purpose: Purpose, key: bytes) -> bytes:
+        """Whose memory the server has that has this key, asked anew."""
+        connection = await self.connect(purpose)
+        await self._learn(connection)
+        return connection.incarnation
 
     async def subscription(self, on_message: Callable[[bytes], None]) -> Subscription:
         """A connection of its own that tells the callback on which channel something was said."""
@@ -139,6 +164,7 @@ class Client:
         connection = self._connections.get(purpose)
         if connection is None or not connection.usable:
             connection = await self.connect(purpose)
+        arguments = script.told(connection, arguments)
         try:
             return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
         except hiredis.ReplyError as exc:
@@ -205,6 +231,11 @@ class Client:
             self.drop(purpose)
             raise
 
+    async def ask_run(self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
+        """One script on a slot that is on its way to this node."""
+        told = script.told(await self.connect(purpose), arguments)
+        return await self.ask(purpose, b"EVAL", script.source, len(keys), *keys, *told)
+
     async def ask(self, purpose: Purpose, *command: Any) -> Any:
         """One command on a slot that is on its way to this node."""
         connection = await self.connect(purpose)
@@ -224,6 +255,10 @@ class Client:
         """The clock of the server that has this key; without one, of any."""
         seconds, microseconds = await self.call(Purpose.OTHER, b"TIME")
         return int(seconds) * 1000 + int(microseconds) // 1000
+
+    def place(self, key: bytes) -> object:
+        """Tells the server that has this key, as far as is known, from others."""
+        return self
 
     async def masters(self) -> list[Client]:
         """All servers that have keys."""
@@ -248,6 +283,12 @@ class Client:
 
     async def _open(self, kind: type[Connection]) -> Connection:
         return await self._connect(kind, self.address)
+
+    async def _learn(self, connection: Connection) -> None:
+        try:
+            await connection.learn()
+        except OSError as exc:
+            raise translate(exc) from exc
 
     async def _connect(self, kind: type[Connection], address: Address) -> Connection:
         try:

@@ -57,6 +57,8 @@ class ClusterClient(Client):
         self._seeds = seeds.addresses
         self._nodes: dict[tuple[str, int], Client] = {}
         self._routes: Sequence[Client | None] = _UNKNOWN
+        #: The routes that were learned last, whether or not they still hold.
+        self._last_routes: Sequence[Client | None] = _UNKNOWN
         self._learning = asyncio.Lock()
         #: Asked first who has which slot: it answered last time.
         self._guide: tuple[str, int] | None = None
@@ -74,7 +76,7 @@ class ClusterClient(Client):
         return await self._follow(
             slot_of(keys[0]),
             lambda node: node.run(purpose, script, keys, arguments),
-            lambda node: node.ask(purpose, b"EVAL", script.source, len(keys), *keys, *arguments),
+            lambda node: node.ask_run(purpose, script, keys, arguments),
         )
 
     async def call_apart(self, *command: Any, blocks_s: float) -> Any:
@@ -107,12 +109,21 @@ class ClusterClient(Client):
             return await self._any(lambda node: node.time_ms())
         return int(await self._follow(slot_of(key), lambda node: node.time_ms(), lambda node: node.time_ms()))
 
+    async def incarnation(self, purpose: Purpose, key: bytes) -> bytes:
+        def ask(node: Client) -> Awaitable[bytes]:
+            return node.incarnation(purpose, key)
+
+        return bytes(await self._follow(slot_of(key), ask, ask))
+
     # Nodes -----------------------------------------------------------------------------------------
+
+    def place(self, key: bytes) -> object:
+        return self._last_routes[slot_of(key)]
 
     async def masters(self) -> list[Client]:
         """As they are now: whoever asks speaks to each of them, and does not notice when one has gone."""
         self._routes = _UNKNOWN
-        await self._learn()
+        await self._learn_routes()
         return self._known()
 
     def _known(self) -> list[Client]:
@@ -150,7 +161,7 @@ class ClusterClient(Client):
     async def _any(self, send: Callable[[Client], Awaitable[_T]]) -> _T:
         """Send to the first master that answers."""
         if self._routes is _UNKNOWN:
-            await self._learn()
+            await self._learn_routes()
         failure = EngineUnavailable("no node of the Redis Cluster has slots")
         for node in self._known():
             try:
@@ -162,7 +173,7 @@ class ClusterClient(Client):
 
     async def _find(self, slot: int) -> Client:
         if self._routes is _UNKNOWN:
-            await self._learn()
+            await self._learn_routes()
         node = self._routes[slot]
         if node is None:
             self._routes = _UNKNOWN
@@ -173,10 +184,10 @@ class ClusterClient(Client):
         """One slot has moved, others may have: learn again. Whoever said so knows better than what is learned."""
         if self._routes[slot] is not node:
             self._routes = _UNKNOWN
-            await self._learn()
+            await self._learn_routes()
             self._routes = [*self._routes[:slot], node, *self._routes[slot + 1 :]]
 
-    async def _learn(self) -> None:
+    async def _learn_routes(self) -> None:
         """Who has which slot, from the first node that answers."""
         async with self._learning:
             if self._routes is not _UNKNOWN:
@@ -196,7 +207,7 @@ class ClusterClient(Client):
                     continue
                 if rows:
                     self._guide = place
-                    self._routes = self._routes_from(rows, place[0])
+                    self._routes = self._last_routes = self._routes_from(rows, place[0])
                     self._forget_nodes()
                     return
                 failures.append(f"{place[0]}:{place[1]} knows of no slots")
@@ -235,23 +246,28 @@ class ClusterClient(Client):
 async def _first(reads: Sequence[Awaitable[list[Any]]], *, all_of_them: bool) -> list[Any]:
     """What reads on several nodes have found when the first one has found something, or when all have ended.
 
-    A node that does not answer keeps nobody from hearing the others. The rest are given up.
+    All block for the same time. A node that does not answer keeps nobody from hearing the others: those that are not
+    back soon after the first are given up, and failures count only if all have failed.
     """
     waiting = {asyncio.ensure_future(read) for read in reads}
     replies: list[Any] = []
     failure: EngineUnavailable | None = None
+    grace_s: float | None = None
     try:
         while waiting and (all_of_them or not replies) and not isinstance(failure, ScriptError):
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done, waiting = await asyncio.wait(waiting, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
             for read in done:
                 try:
                     replies += read.result()
+                    grace_s = _ANSWER_S
                 except EngineUnavailable as exc:
                     failure = exc
     finally:
         for read in waiting:
             read.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-    if failure is not None and not replies:
+    if failure is not None and (grace_s is None or isinstance(failure, ScriptError)) and not replies:
         raise failure
     return replies

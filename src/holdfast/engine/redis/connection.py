@@ -16,6 +16,9 @@ from typing import Any, Final
 
 import hiredis
 
+#: The incarnation of a server that does not tell it.
+UNTOLD: Final = b"1"
+
 #: A reply that is due this long after its deadline ends the connection.
 _WATCH_INTERVAL_S: Final = 0.5
 
@@ -49,6 +52,8 @@ class Connection(asyncio.Protocol):
         self._watch: asyncio.TimerHandle | None = None
         #: What the server calls it, if it was asked.
         self.id: int | None = None
+        #: Whose memory it speaks to, if it was asked.
+        self.incarnation = b""
 
     @classmethod
     async def connect(cls, address: Address, connect_timeout_s: float, reply_timeout_s: float) -> Connection:
@@ -109,6 +114,17 @@ class Connection(asyncio.Protocol):
             self.id = await self.call(b"CLIENT", b"ID")
         except hiredis.ReplyError:
             self.id = None
+
+    async def learn(self) -> None:
+        """Ask whose memory this is. Another one after every restart and every fail-over, the same until then: a server
+        that starts or is promoted takes a new replication id. No replica has an answer of its own."""
+        try:
+            info: bytes = await self.call(b"INFO", b"replication")
+        except hiredis.ReplyError:
+            self.incarnation = UNTOLD
+            return
+        said = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
+        self.incarnation = said.get(b"master_replid", UNTOLD) if said.get(b"role") == b"master" else b"replica"
 
     def close(self) -> None:
         """Close now; calls under way fail."""

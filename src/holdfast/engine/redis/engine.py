@@ -17,7 +17,7 @@ and read its reply.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -117,11 +117,12 @@ class RedisEngine(Engine):
 
     async def close(self) -> None:
         self._answers.close()
+        self._store.outages.close()
         self._store.client.close()
 
     def sibling(self) -> RedisEngine:
         connect_timeout_s, reply_timeout_s = self._timeouts
-        return RedisEngine(
+        sibling = RedisEngine(
             self._url,
             self._names,
             self.options,
@@ -129,17 +130,27 @@ class RedisEngine(Engine):
             reply_timeout_s=reply_timeout_s,
             counts=self.counts,
         )
+        sibling._store.outages.told = self._store.outages.told
+        return sibling
 
     # A job's life ----------------------------------------------------------------------------------
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         return await self._intake.submit(envelopes)
 
-    async def claim(self, worker: str, queues: Sequence[str], limit: int, wait_ms: int) -> list[Claim]:
-        return await self._leases.claim(worker, queues, limit, wait_ms)
+    async def claim(
+        self,
+        worker: str,
+        queues: Sequence[str],
+        limit: int,
+        wait_ms: int,
+        held: Callable[[str], Collection[str]] | None = None,
+    ) -> list[Claim]:
+        return await self._leases.claim(worker, queues, limit, wait_ms, held)
 
     async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
-        return await self._leases.resume(worker, queues, held)
+        # The reply that never came may have been a reclaim's, or that of giving up a poison pill.
+        return await self._without_poison(await self._leases.resume(worker, queues, held))
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
         return await self._settling.settle(settlements)
@@ -149,7 +160,9 @@ class RedisEngine(Engine):
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
         count, next_in_ms, now_ms = 0, -1, 0
-        for queue in queues:
+
+        async def step(queue: str) -> bool:
+            nonlocal count, next_in_ms, now_ms
             keys = self._store.keys(queue)
             now, due, *members = await self._store.run(Purpose.OTHER, "due", queue, [keys.delayed, keys.retry], [limit])
             now_ms = int(now)
@@ -163,19 +176,27 @@ class RedisEngine(Engine):
                 arguments = [self._names.group, len(jobs), *(part for job in jobs for part in job)]
                 lanes = self._store.lanes(queue).all()
                 count += await self._store.run_on_lines(Purpose.OTHER, "promote", queue, names, arguments, lanes)
+            return True
+
+        await self._store.outages.each(queues, step)
         self.counts.promoted += count
         return Promotion(count, now_ms + next_in_ms if next_in_ms >= 0 else 0, now_ms)
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
         claims: list[Claim] = []
-        for queue in queues:
+
+        async def step(queue: str) -> bool | None:
+            room = limit - len(claims)
+            if room <= 0:
+                return None
+            # Whatever this process's settings say: others, or we ourselves before a change, may have parked some.
+            claims.extend(await self._leases.retake(worker, queue, room))
             room = limit - len(claims)
             if room > 0:
-                # Whatever this process's settings say: others, or we ourselves before a change, may have parked some.
-                claims += await self._leases.retake(worker, queue, room)
-                room = limit - len(claims)
-            if room > 0:
-                claims += await self._without_poison(await self._leases.reclaim(worker, queue, room))
+                claims.extend(await self._without_poison(await self._leases.reclaim(worker, queue, room)))
+            return True
+
+        await self._store.outages.each(queues, step)
         return claims
 
     async def leave(self, worker: str, queues: Sequence[str]) -> None:
@@ -252,8 +273,11 @@ class RedisEngine(Engine):
 
     # The ledger's end ------------------------------------------------------------------------------
 
-    async def register_reader(self, queue: str) -> None:
-        await self._readers.register_reader(queue)
+    async def incarnation(self, queue: str) -> str:
+        return await self._readers.incarnation(queue)
+
+    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+        await self._readers.register_reader(queue, incarnation, reminded=reminded)
 
     async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
         return await self._readers.feed(queue, start, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import ConnectionLost, Purpose
 from holdfast.engine.redis.keys import PARKING, Keys
 from holdfast.engine.redis.store import Store
-from holdfast.errors import FeedFull, FeedUnread, IntakeLimited, IntakeRefused
+from holdfast.errors import EngineUnavailable, FeedFull, FeedUnread, IntakeLimited, IntakeRefused
 
 
 class Intake:
@@ -46,7 +47,13 @@ class Intake:
         names += key_names
         durable = [position for position, envelope in enumerate(envelopes, 1) if envelope.durable]
         arguments = [store.nonce(), store.feed_limit, options.feed_max_bytes, len(envelopes), width, wire.pack(jobs)]
-        arguments += (int(options.ledger), wire.pack(durable) if durable else b"", store.names.group, PARKING)
+        # The connection says whose memory it speaks to.
+        arguments += (
+            b"?" if options.ledger else b"",
+            wire.pack(durable) if durable else b"",
+            store.names.group,
+            PARKING,
+        )
         lanes = store.lanes(queue).for_submission({envelope.tenant_id for envelope in envelopes})
         call = partial(store.run_on_lines, Purpose.SUBMIT, "submit", queue, names, arguments, lanes)
         try:
@@ -55,7 +62,15 @@ class Intake:
             # Once more, over a new connection: the job ids make a second copy harmless, and a caller who tried
             # again by itself would make new ones.
             reply = await call()
+        if reply[0] == b"unread":
+            await self._look_again(keys)
         return self._receipts(queue, envelopes, reply)
+
+    async def _look_again(self, keys: Keys) -> None:
+        """The reader may know the server under a newer name than we do: one whose replicas are gone for long changes
+        it, and keeps its connections."""
+        with suppress(EngineUnavailable):
+            await self._store.client.incarnation(Purpose.SUBMIT, keys.control)
 
     def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt]:
         counts = self._store.counts

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from holdfast.core.job import Claim, Lease, read_order
 from holdfast.core.states import State
-from holdfast.engine.port import MAX_BATCH
+from holdfast.engine.port import MAX_BATCH, PartlyDone
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.adoption import Adopter, Delivery
 from holdfast.engine.redis.client import Purpose, ScriptError
 from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, WIDTH
 from holdfast.engine.redis.lanes import lanes_of
 from holdfast.engine.redis.store import Store
-from holdfast.errors import EngineUnavailable, TransitionInvalid, UnknownJob
+from holdfast.errors import EngineRefused, EngineUnavailable, TransitionInvalid, UnknownJob
 
 #: A worker that is woken and dies costs the others at most this long.
 _MAX_BLOCK_MS: Final = 5_000
+#: While a node of a Cluster is away, its queues are looked at this often.
+_AWAY_BLOCK_MS: Final = 500
 #: A worker holds at most about this many leases; what lies beyond is found at the next look.
 _RESUME_LIMIT: Final = 10_000
 #: Looks at retries that are due, of `MAX_BATCH` each, before it is another call's turn.
@@ -39,7 +41,16 @@ class Leases:
 
     # claim -----------------------------------------------------------------------------------------
 
-    async def claim(self, worker: str, queues: Sequence[str], limit: int, wait_ms: int) -> list[Claim]:
+    async def claim(
+        self,
+        worker: str,
+        queues: Sequence[str],
+        limit: int,
+        wait_ms: int,
+        held: Callable[[str], Collection[str]] | None = None,
+    ) -> list[Claim]:
+        if held is not None and self._store.outages.apart:
+            return await self._claim_around(worker, queues, limit, wait_ms, held)
         claims = await self._claim_now(worker, queues, limit)
         if claims or wait_ms <= 0 or limit <= 0 or not queues:
             return claims
@@ -57,6 +68,53 @@ class Leases:
             queue = queues[(self._turn + offset) % len(queues)]
             claims += await self._claim_queue(worker, queue, room)
         self._store.counts.claimed += len(claims)
+        return claims
+
+    async def _claim_around(
+        self, worker: str, queues: Sequence[str], limit: int, wait_ms: int, held: Callable[[str], Collection[str]]
+    ) -> list[Claim]:
+        """On a Cluster: from all queues whose node answers. Raises if none does."""
+        outages = self._store.outages
+        claims = await self._claim_there(worker, queues, limit, held)
+        if claims or wait_ms <= 0 or limit <= 0 or not queues:
+            return claims
+        there = [queue for queue in queues if not outages.passes_over(queue)]
+        most_ms = _MAX_BLOCK_MS if len(there) == len(queues) else _AWAY_BLOCK_MS
+        failure: EngineUnavailable | None = None
+        try:
+            await self._wait(there or queues, min(wait_ms, most_ms))
+        except EngineRefused:
+            raise
+        except EngineUnavailable as exc:
+            failure = exc  # whose it is, the claim finds out
+        claims = await self._claim_there(worker, queues, limit, held)
+        if failure is not None and not claims and not any(outages.passes_over(queue) for queue in there):
+            raise failure
+        return claims
+
+    async def _claim_there(
+        self, worker: str, queues: Sequence[str], limit: int, held: Callable[[str], Collection[str]]
+    ) -> list[Claim]:
+        outages, claims = self._store.outages, list[Claim]()
+        self._turn += 1
+
+        async def step(queue: str) -> bool | None:
+            room = min(limit - len(claims), MAX_BATCH)
+            if room <= 0:
+                return None
+            found: list[Claim] = []
+            if outages.is_in_doubt(queue):
+                # First what its lost replies had granted.
+                found = await self._resume(worker, queue, held(queue))
+                outages.is_sure(queue)
+            if not found:
+                found = await self._claim_queue(worker, queue, room)
+                self._store.counts.claimed += len(found)
+            claims.extend(found)
+            return True
+
+        first = self._turn % len(queues) if queues else 0
+        await outages.each([*queues[first:], *queues[:first]], step)
         return claims
 
     async def _claim_queue(self, worker: str, queue: str, limit: int) -> list[Claim]:
@@ -111,16 +169,22 @@ class Leases:
     # resume ----------------------------------------------------------------------------------------
 
     async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
-        claims: list[Claim] = []
-        for queue in queues:
-            found = await self._own_pending(worker, queue, frozenset(held))
-            mine = await self._claims(worker, queue, found, await self._store.now_ms(queue))
-            if mine:
-                keys = self._store.keys(queue)
-                records = await self._store.client.call(Purpose.OTHER, b"MGET", *(keys.job(c.job_id) for c in mine))
-                mine = [with_record(claim, record) for claim, record in zip(mine, records, strict=True)]
-            claims += mine
-        return claims
+        async def step(queue: str) -> list[Claim]:
+            claims = await self._resume(worker, queue, held)
+            self._store.outages.is_sure(queue)
+            return claims
+
+        found = await self._store.outages.each(queues, step)
+        return [claim for claims in found.values() for claim in claims]
+
+    async def _resume(self, worker: str, queue: str, held: Collection[str]) -> list[Claim]:
+        found = await self._own_pending(worker, queue, frozenset(held))
+        claims = await self._claims(worker, queue, found, await self._store.now_ms(queue))
+        if not claims:
+            return []
+        keys = self._store.keys(queue)
+        records = await self._store.client.call(Purpose.OTHER, b"MGET", *(keys.job(each.job_id) for each in claims))
+        return [with_record(claim, record) for claim, record in zip(claims, records, strict=True)]
 
     async def _own_pending(self, worker: str, queue: str, held: frozenset[str]) -> list[Delivery]:
         store = self._store
@@ -163,21 +227,20 @@ class Leases:
 
     async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str]) -> list[Lease]:
         lost: list[Lease] = []
-        groups: dict[tuple[str, str], list[Lease]] = {}
+        groups: dict[str, dict[str, list[Lease]]] = {}
         for lease in leases:
-            groups.setdefault((lease.queue, lease.worker), []).append(lease)
-        failure: EngineUnavailable | None = None
-        for (queue, worker), group in groups.items():
-            try:
+            groups.setdefault(lease.queue, {}).setdefault(lease.worker, []).append(lease)
+
+        async def step(queue: str) -> bool:
+            for worker, group in groups[queue].items():
                 for start in range(0, len(group), MAX_BATCH):
-                    lost += await self._renew(queue, worker, group[start : start + MAX_BATCH], heartbeats)
-            except EngineUnavailable as exc:
-                # On a Cluster the leases of other queues must not run out because one node is gone.
-                if not self._store.names.cluster:
-                    raise
-                failure = exc
-        if failure is not None:
-            raise failure
+                    lost.extend(await self._renew(queue, worker, group[start : start + MAX_BATCH], heartbeats))
+            return True
+
+        # On a Cluster the leases of other queues must not run out because one node is gone.
+        done = await self._store.outages.each(groups, step)
+        if len(done) < len(groups):
+            raise PartlyDone(self._store.outages.why(queue for queue in groups if queue not in done), lost)
         return lost
 
     async def _renew(
@@ -297,8 +360,7 @@ class Leases:
         return parse(entry, line, queue, worker, 1, int(now_ms))
 
     async def leave(self, worker: str, queues: Sequence[str]) -> None:
-        for queue in queues:
-            await forget_consumers(self._store, queue, worker, 0)
+        await self._store.outages.each(queues, lambda queue: forget_consumers(self._store, queue, worker, 0))
 
 
 async def forget_consumers(store: Store, queue: str, worker: str, idle_ms: int) -> int:

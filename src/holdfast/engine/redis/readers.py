@@ -26,6 +26,7 @@ from holdfast.engine.redis.feed import parse_feed_entry
 from holdfast.engine.redis.keys import PARKING
 from holdfast.engine.redis.leases import forget_consumers, with_record
 from holdfast.engine.redis.store import Store
+from holdfast.errors import EngineUnavailable
 
 #: An idle consumer is dead after so many visibility timeouts without a sign of life.
 _DEAD_AFTER_TIMEOUTS: Final = 2
@@ -42,6 +43,8 @@ class Readers:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._heard: dict[str, bytes] = {}
+        #: All queues, when they were last asked for.
+        self._listed: list[str] = []
         #: How long each feed was when it was last cut.
         self._kept: dict[str, int] = {}
 
@@ -134,31 +137,40 @@ class Readers:
         )
 
     async def workers(self, queues: Sequence[str]) -> list[WorkerView]:
-        store, views = self._store, []
-        for queue in queues:
-            keys = store.keys(queue)
-            names, arguments = [*keys.streams, keys.workers, keys.control], [store.names.group, PARKING]
-            lanes = store.lanes(queue).all()
-            reply = await store.run_on_lines(Purpose.OTHER, "workers", queue, names, arguments, lanes)
-            for name, seen_at_ms, pending in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
-                worker = wire.printable(name)
-                views.append(WorkerView(worker=worker, queue=queue, seen_at_ms=int(seen_at_ms), pending=pending))
-        return sorted(views, key=lambda view: (view.worker, view.queue))
+        found = await self._store.outages.each(queues, self._workers)
+        return sorted((view for views in found.values() for view in views), key=lambda view: (view.worker, view.queue))
+
+    async def _workers(self, queue: str) -> list[WorkerView]:
+        store, keys = self._store, self._store.keys(queue)
+        names, arguments = [*keys.streams, keys.workers, keys.control], [store.names.group, PARKING]
+        lanes = store.lanes(queue).all()
+        reply = await store.run_on_lines(Purpose.OTHER, "workers", queue, names, arguments, lanes)
+        return [
+            WorkerView(worker=wire.printable(name), queue=queue, seen_at_ms=int(seen_at_ms), pending=pending)
+            for name, seen_at_ms, pending in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
+        ]
 
     async def queues(self) -> list[str]:
-        names = await self._store.client.call(Purpose.OTHER, b"SMEMBERS", self._store.names.queues)
-        return sorted(name.decode() for name in names)
+        try:
+            names = await self._store.client.call(Purpose.OTHER, b"SMEMBERS", self._store.names.queues)
+        except EngineUnavailable:
+            # On a Cluster the list is on a node of its own; without it, those that are known go on.
+            if not self._store.names.cluster or not self._listed:
+                raise
+        else:
+            self._listed = sorted(name.decode() for name in names)
+        return list(self._listed)
 
     # listen ----------------------------------------------------------------------------------------
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
         client = self._store.client
         by_stream = {self._store.keys(queue).notices: queue for queue in queues}
-        for stream, queue in by_stream.items():
-            if queue not in self._heard:
-                newest = await client.call(Purpose.LISTEN, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 1)
-                self._heard[queue] = newest[0][0] if newest else b"0-0"
-        positions = {stream: self._heard[queue] for stream, queue in by_stream.items()}
+        if new := [queue for queue in queues if queue not in self._heard]:
+            await self._store.outages.each(new, self._begin_to_listen)
+        heard = [queue for queue in queues if queue in self._heard]
+        there = {queue for queue in heard if not self._store.outages.passes_over(queue)} or set(heard)
+        positions = {stream: self._heard[queue] for stream, queue in by_stream.items() if queue in there}
         # BLOCK 0 would block for ever.
         head = (b"XREAD", b"BLOCK", max(1, wait_ms))
         notices: list[Notice] = []
@@ -167,6 +179,12 @@ class Readers:
             self._heard[queue] = entries[-1][0]
             notices += [_notice(queue, wire.as_dict(entry[1])) for entry in entries]
         return notices
+
+    async def _begin_to_listen(self, queue: str) -> bool:
+        command = (b"XREVRANGE", self._store.keys(queue).notices, b"+", b"-", b"COUNT", 1)
+        newest = await self._store.client.call(Purpose.LISTEN, *command)
+        self._heard[queue] = newest[0][0] if newest else b"0-0"
+        return True
 
     # The feed --------------------------------------------------------------------------------------
 
@@ -185,17 +203,23 @@ class Readers:
         reply = await self._store.client.read(None, head, after, max(0, wait_ms) / 1000)
         return [queues[stream] for stream, _ in reply]
 
-    async def register_reader(self, queue: str) -> None:
+    async def incarnation(self, queue: str) -> str:
+        return (await self._store.client.incarnation(Purpose.OTHER, self._store.keys(queue).control)).decode()
+
+    async def register_reader(self, queue: str, incarnation: str, *, reminded: bool) -> None:
         keys = self._store.keys(queue)
         # After a wipe, too: `again`.
         await self._store.introduce(queue, again=True)
-        await self._store.run(Purpose.OTHER, "register", queue, [keys.control], [])
+        names = [keys.control, keys.feed] if reminded else [keys.control]
+        arguments = [incarnation or await self.incarnation(queue), self._store.nonce()]
+        await self._store.run(Purpose.OTHER, "register", queue, names, arguments)
 
     async def forget(self, queue: str, position: str) -> None:
         keys, tail = self._store.keys(queue), self._store.options.feed_tail
         kept = self._kept.get(queue)
         if kept is not None and tail > _SMALL_TAIL:
-            # To find where a long tail begins costs as much as to read it: only now and then.
+            # To find where a long tail begins costs as much as to read it: only when it may have grown by a tenth. What
+            # had not been read the last time counts as grown, or it would be kept, and fill the feed, for ever.
             length = await self._store.client.call(Purpose.OTHER, b"XLEN", keys.feed)
             if kept <= length < kept + tail // 10:
                 return
@@ -205,22 +229,22 @@ class Readers:
     # prune -----------------------------------------------------------------------------------------
 
     async def prune(self, queues: Sequence[str]) -> int:
+        return sum((await self._store.outages.each(queues, self._prune)).values())
+
+    async def _prune(self, queue: str) -> int:
         store = self._store
-        count = 0
+        keys, now_ms = store.keys(queue), await store.now_ms(queue)
+        oldest_result = max(0, now_ms - store.options.result_ttl_ms)
+        oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
+        count = await self._trim(keys.result, f"{oldest_result}-0")
+        if store.options.ledger:
+            # The ledger has the letter: an entry was added once it was there.
+            count += await self._trim(keys.dlq, f"{max(0, now_ms - store.options.dlq_ttl_ms)}-0")
+        else:
+            arguments = [oldest_entry, int(store.has_autoclaim)]
+            count += await store.run(Purpose.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
         enough = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
-        for queue in queues:
-            keys, now_ms = store.keys(queue), await store.now_ms(queue)
-            oldest_result = max(0, now_ms - store.options.result_ttl_ms)
-            oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
-            count += await self._trim(keys.result, f"{oldest_result}-0")
-            if store.options.ledger:
-                # The ledger has the letter: an entry was added once it was there.
-                count += await self._trim(keys.dlq, f"{max(0, now_ms - store.options.dlq_ttl_ms)}-0")
-            else:
-                arguments = [oldest_entry, int(store.has_autoclaim)]
-                count += await store.run(Purpose.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
-            count += await forget_consumers(store, queue, "", enough)
-        return count
+        return count + await forget_consumers(store, queue, "", enough)
 
     async def _trim(self, stream: bytes, position: str) -> int:
         """Drop what lies before a position."""

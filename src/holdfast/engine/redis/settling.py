@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -21,13 +21,14 @@ from holdfast.core.verdict import (
     Suspend,
     advance,
 )
-from holdfast.engine.port import MAX_BATCH
+from holdfast.engine.port import MAX_BATCH, PartlyDone
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import Purpose
 from holdfast.engine.redis.keys import Keys
 from holdfast.engine.redis.lanes import lanes_of
 from holdfast.engine.redis.store import Store
 from holdfast.engine.tally import count_answers
+from holdfast.errors import EngineRefused, EngineUnavailable
 
 _ANSWERS: Final = {b"already": Answer.ALREADY, b"stale": Answer.STALE}
 
@@ -43,12 +44,40 @@ class Settling:
         for index, settlement in enumerate(settlements):
             lease = settlement.claim.lease
             groups.setdefault((lease.queue, lease.worker), []).append(index)
+        if self._store.outages.apart:
+            return await self._settle_there(settlements, groups)
         answers: dict[int, Answer] = {}
         for (queue, worker), indexes in groups.items():
             for start in range(0, len(indexes), MAX_BATCH):
                 part = indexes[start : start + MAX_BATCH]
                 words = await self._settle(queue, worker, [settlements[index] for index in part])
                 answers.update(zip(part, words, strict=True))
+        return [answers[index] for index in range(len(settlements))]
+
+    async def _settle_there(
+        self, settlements: Sequence[Settlement], groups: Mapping[tuple[str, str], Sequence[int]]
+    ) -> list[Answer]:
+        """On a Cluster: those of the queues whose node answers. Raises `PartlyDone` for the others."""
+        answers: dict[int, Answer] = {}
+
+        async def step(queue: str) -> bool:
+            for (name, worker), indexes in groups.items():
+                for start in range(0, len(indexes) if name == queue else 0, MAX_BATCH):
+                    part = indexes[start : start + MAX_BATCH]
+                    words = await self._settle(queue, worker, [settlements[index] for index in part])
+                    answers.update(zip(part, words, strict=True))
+            return True
+
+        queues = dict.fromkeys(queue for queue, _ in groups)
+        try:
+            done = await self._store.outages.each(queues, step)
+        except EngineRefused:
+            raise
+        except EngineUnavailable as exc:
+            raise PartlyDone(exc, [answers.get(index) for index in range(len(settlements))]) from exc
+        if len(done) < len(queues):
+            why = self._store.outages.why(queue for queue in queues if queue not in done)
+            raise PartlyDone(why, [answers.get(index) for index in range(len(settlements))])
         return [answers[index] for index in range(len(settlements))]
 
     async def _settle(self, queue: str, worker: str, settlements: Sequence[Settlement]) -> list[Answer]:

@@ -12,6 +12,7 @@ from holdfast.engine.port import EngineOptions, RetryVia
 from holdfast.engine.redis.client import Client, Purpose, Script, ScriptError
 from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, WIDTH, Keys, Names
 from holdfast.engine.redis.lanes import Lanes
+from holdfast.engine.redis.outages import Outages
 from holdfast.errors import EngineUnavailable
 from holdfast.observe.counts import Counts
 
@@ -40,6 +41,11 @@ class Store:
         self._keys: dict[str, Keys] = {}
         self._known: dict[str, float] = {}
         self._lanes: dict[str, Lanes] = {}
+        self.outages = Outages(
+            lambda queue: client.call(Purpose.OTHER, b"HGET", self.keys(queue).control, b"lanes"),
+            lambda queue: client.place(self.keys(queue).control),
+            apart=names.cluster,
+        )
 
     @property
     def has_autoclaim(self) -> bool:
@@ -81,8 +87,17 @@ class Store:
         return os.urandom(6).hex()
 
     async def prepare(self) -> None:
-        """Learn the server's version; of several, the oldest."""
-        self.version = min([await _version(node) for node in await self.client.masters()])
+        """Learn the server's version; of several, the oldest of those that answer."""
+        versions: list[tuple[int, ...]] = []
+        failure: EngineUnavailable | None = None
+        for node in await self.client.masters():
+            try:
+                versions.append(await _version(node))
+            except EngineUnavailable as exc:
+                failure = exc
+        if failure is not None and not versions:
+            raise failure
+        self.version = min(versions)
 
     async def now_ms(self, queue: str | None = None) -> int:
         """Redis's clock; on a Cluster, that of the node which has the queue."""
@@ -103,7 +118,9 @@ class Store:
     async def create_groups(self, queue: str) -> None:
         """Groups on all lines, from the beginning: never `$`, which would skip what waits already."""
         keys = self.keys(queue)
-        self._known.pop(queue, None)
+        if queue in self._known:
+            # Introduce it again, if the list can be reached.
+            self._known[queue] = 0.0
         names, arguments = self._declare(
             queue, [*keys.streams, keys.wake], [self.names.group, WAKE_GROUP], self.lanes(queue).all()
         )

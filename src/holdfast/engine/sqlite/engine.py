@@ -111,7 +111,14 @@ class SqliteEngine(Looking, Engine):
         self.counts.submitted += len(receipts) - duplicates
         return receipts
 
-    async def claim(self, worker: str, queues: Sequence[str], limit: int, wait_ms: int) -> list[Claim]:
+    async def claim(
+        self,
+        worker: str,
+        queues: Sequence[str],
+        limit: int,
+        wait_ms: int,
+        held: Callable[[str], Collection[str]] | None = None,
+    ) -> list[Claim]:
         limit = min(limit, MAX_BATCH)
         if limit <= 0 or not queues:
             return []
@@ -252,7 +259,11 @@ class SqliteEngine(Looking, Engine):
 
     # The ledger's end ------------------------------------------------------------------------------
 
-    async def register_reader(self, queue: str) -> None:
+    async def incarnation(self, queue: str) -> str:
+        # A file has no replicas, and forgets nothing that it has answered.
+        return ""
+
+    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
         await self._store.write(upkeep.register_reader, self._policy, queue)
 
     async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:

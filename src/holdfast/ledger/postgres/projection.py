@@ -1,9 +1,9 @@
 """Feed → PostgreSQL. One transaction a batch: position, jobs, events, dead letters (rules 14, 16–18).
 
 The fast path looks nothing up. New jobs and all events go in by COPY; older jobs by one UPDATE for each kind of end,
-which holds each job against the state that its events begin with and numbers them (`last_seq + n`). If a row does not
-fit, everything is rolled back and done again on the slow path: look up, fold on what is known, and halve a batch
-that the database refuses until the one event is found that it cannot take.
+which holds each job against the state and the attempt that its events begin with and numbers them (`last_seq + n`). If
+a row does not fit, everything is rolled back and done again on the slow path: look up, fold on what is known, and halve
+a batch that the database refuses until the one event is found that it cannot take.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PostgresProjection(Projection):
         if not old.position:
             await self._store.execute(sql.FIRST, queue)
         at = Position(entries[-1].position, entries[-1].nonce)
-        spoken = [entry for entry in entries if entry.events]
+        spoken = [entry for entry in entries if entry.position]
         move = (
             queue,
             at.position,
@@ -275,7 +275,7 @@ class _Batch:
         rows = await connection.fetch(
             sql.LOOK_UP, self._queue, [name[0] for name in names], [name[1] for name in names]
         )
-        return {names[place - 1]: Known(State(state), last_seq) for place, state, last_seq in rows}
+        return {names[place - 1]: Known(State(state), *counts) for place, state, *counts in rows}
 
     async def _write(self, connection: Connection, ready: _Ready) -> tuple[int, int]:
         """Anomalies and dead letters that were written."""

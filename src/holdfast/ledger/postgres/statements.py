@@ -69,7 +69,14 @@ _NAMES: Final = _given((("tenant_id", "text"), ("job_id", "text")))
 _THE_JOB: Final = "j.tenant_id = u.tenant_id AND j.job_id = u.job_id AND j.queue = u.queue"
 
 
-def _update(setting: str, columns: Sequence[tuple[str, str]], condition: str = " AND j.state = u.came_from") -> str:
+#: The state, and in it no later attempt: an engine that has forgotten some goes on from an earlier one.
+_WHERE_IT_WAS: Final = (
+    " AND j.state = u.came_from AND j.attempt <= u.attempt_was"
+    " AND (u.retries_were - j.retry_count BETWEEN 0 AND 1) IS NOT FALSE"
+)
+
+
+def _update(setting: str, columns: Sequence[tuple[str, str]], condition: str = _WHERE_IT_WAS) -> str:
     """An UPDATE of many jobs; gives each one's place in the arrays and its last number."""
     return f"""
 UPDATE jobs AS j SET last_seq = j.last_seq + u.n, {setting}
@@ -79,7 +86,15 @@ RETURNING u.place, j.last_seq"""  # noqa: S608 - names of our own
 
 
 _KEY: Final = (("tenant_id", "text"), ("job_id", "text"), ("n", "int"))
-_MOVED: Final = (*_KEY, ("came_from", "text"), ("attempt", "int"), ("retry_count", "int"), ("at", "timestamptz"))
+_MOVED: Final = (
+    *_KEY,
+    ("came_from", "text"),
+    ("attempt_was", "int"),
+    ("retries_were", "int"),
+    ("attempt", "int"),
+    ("retry_count", "int"),
+    ("at", "timestamptz"),
+)
 
 NOTE: Final = _update("updated_at = j.updated_at", _KEY, condition="")
 CLAIM: Final = _update(
@@ -125,7 +140,7 @@ UPDATE jobs AS j
  WHERE {_THE_JOB} AND j.finished_at IS NULL"""  # noqa: S608
 
 LOOK_UP: Final = f"""
-SELECT u.place, j.state, j.last_seq FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}"""  # noqa: S608
+SELECT u.place, j.state, j.last_seq, j.attempt, j.retry_count FROM {_NAMES} AS u JOIN jobs AS j ON {_THE_JOB}"""  # noqa: S608
 
 STORIES: Final = f"""
 SELECT u.place, j.job_type, e.type, e.from_state, e.to_state, e.attempt, e.worker, e.message, e.data, e.at

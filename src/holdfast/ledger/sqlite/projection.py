@@ -102,7 +102,7 @@ class SqliteProjection(Projection):
             "old_position": old.position,
             "old_nonce": old.nonce,
         }
-        spoken = [(entry.position, entry.nonce) for entry in entries if entry.events]
+        spoken = [(entry.position, entry.nonce) for entry in entries if entry.position]
 
         def write(transaction: Transaction) -> tuple[int, int]:
             if not old.position:
@@ -209,7 +209,7 @@ def _give_up(transaction: Transaction, queue: str, event: Event, error: Exceptio
 def _look_up(transaction: Transaction, queue: str, events: Iterable[Event]) -> dict[Name, Known]:
     names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
     rows = _rows(transaction, sql.LOOK_UP, {"queue": queue, "names": to_json(names)})
-    return {names[place]: Known(State(state), last_seq) for place, state, last_seq in rows}
+    return {names[place]: Known(State(state), *counts) for place, state, *counts in rows}
 
 
 def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, int]:

@@ -63,6 +63,8 @@ CHANGED: Final = (
     "job_id",
     "n",
     "came_from",
+    "attempt_was",
+    "retries_were",
     "attempt",
     "retry_count",
     "at",
@@ -100,7 +102,7 @@ UPDATE jobs
  WHERE jobs.tenant_id = u.tenant_id AND jobs.job_id = u.job_id AND jobs.queue = :queue AND jobs.finished_at IS NULL"""
 
 LOOK_UP: Final = """
-SELECT json_group_array(json_array(row.key, jobs.state, jobs.last_seq))
+SELECT json_group_array(json_array(row.key, jobs.state, jobs.last_seq, jobs.attempt, jobs.retry_count))
   FROM json_each(:names) AS row CROSS JOIN jobs
     ON jobs.tenant_id = row.value ->> 0 AND jobs.job_id = row.value ->> 1 AND jobs.queue = :queue"""
 

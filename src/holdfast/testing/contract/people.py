@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +15,7 @@ from holdfast.core.verdict import Answer, Hold, RetryLater
 from holdfast.engine.port import MAX_TENANTS, Control, RetryVia, TenantControl
 from holdfast.errors import (
     ControlChanged,
+    FeedFull,
     InvalidOption,
     TransitionInvalid,
 )
@@ -323,3 +325,33 @@ class OverviewContract(Contract):
             await rig.engine.forget(rig.queue, (await rig.entries())[-1].position)
         assert len(await rig.entries()) == 5
         assert len(await rig.submit(1, payload=payload)) == 1
+
+    async def test_of_a_feed_that_is_read_to_its_end_little_more_than_the_tail_is_kept(
+        self, harness: EngineHarness
+    ) -> None:
+        """However its reader came there; at most a tenth more."""
+        rig = await Rig.on(harness, feed_tail=200)
+        await rig.engine.register_reader(rig.queue)
+        for step in (1, 300, 7, 30, 19, 1, 100):
+            await rig.submit(step)
+            whole = await rig.entries()
+            for entry in (whole[len(whole) // 4], whole[len(whole) // 2], whole[-1]):
+                await rig.engine.forget(rig.queue, entry.position)
+            assert len(await rig.entries()) <= 220
+
+    async def test_a_feed_that_was_full_is_not_full_any_more_once_it_is_read(self, harness: EngineHarness) -> None:
+        """Also if its reader forgets in steps, and nothing new comes in between: what was refused is accepted."""
+        rig = await Rig.on(harness, feed_tail=200, feed_max_bytes=100_000)
+        await rig.engine.register_reader(rig.queue)
+        await rig.submit(1)
+        await rig.engine.forget(rig.queue, (await rig.entries())[-1].position)
+        payload = b'{"text":"' + b"x" * 500 + b'"}'
+        with suppress(FeedFull):
+            for _ in range(1_000):
+                await rig.submit(1, payload=payload)
+        whole = await rig.entries()
+        assert len(whole) < 1_000, "it is never full"
+        for entry in (whole[1], whole[-1]):
+            await rig.engine.forget(rig.queue, entry.position)
+        for _ in range(len(whole) // 2):
+            await rig.submit(1, payload=payload)

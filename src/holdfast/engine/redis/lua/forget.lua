@@ -1,7 +1,7 @@
 -- forget: the feed's reader has everything before a position; some of that is kept for those who look over its shoulder.
 -- KEYS   1 feed  2 control
 -- ARGV   1 position  2 entries to keep before it  3 trim by id (1: Redis 6.2 and later)
--- Reply  how many entries are left
+-- Reply  how many entries up to the position are left
 local feed_key, position, tail = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local kept = redis.call('XREVRANGE', feed_key, position, '-', 'COUNT', tail + 1)
 local first = kept[#kept] and kept[#kept][1] or position
@@ -23,4 +23,4 @@ if tail > 0 and count > 0 then
   local bytes = (redis.call('MEMORY', 'USAGE', feed_key) or 0) * math.min(1, #kept / count)
   redis.call('HSET', KEYS[2], 'feed_read', number(math.floor(bytes)))
 end
-return count
+return #kept

@@ -5,7 +5,7 @@
 --        priority, job id, type, payload, due ('' | 'in <ms>' | 'at <ms>'; 'hold' before it: approval first),
 --        index of its idempotency key (0: none), tenant, idempotency key, trace, meta
 --        Four values when no job of the batch has more to say, and none is there twice.
---        7 ledger (1|0)  8 packed positions (from 1) of the durable ones ('' if none)  9 group
+--        7 whose memory the caller takes this for ('': there is no ledger)  8 packed positions (from 1) of the durable ones ('' if none)  9 group
 --        10 consumer that holds retries in the pending list  11 the lanes that are declared
 -- Reply  {'paused'} | {'unread'} | {'full'} (the feed) | {'lanes', …} | {'limited', limit, backlog, tenant ('': the queue)} |
 --        {'ok', feed id, then index, 'known' | <id of the first job> for each that is not new}
@@ -19,8 +19,9 @@ local FIRST_KEY = 11
 
 local controls = redis.call('HMGET', control, 'intake_paused', 'reader', 'feed_read', 'intake_limit', 'limits', 'lanes')
 if controls[1] == '1' then return { 'paused' } end
--- With a ledger and without a reader the store is new, or was wiped: what the ledger knows must come first.
-if ARGV[7] == '1' and not controls[2] then return { 'unread' } end
+-- With a ledger: without a reader the store is new, or was wiped; with one that registered in another memory it was
+-- restarted, or a replica took over. What the ledger knows must come first.
+if ARGV[7] ~= '' and controls[2] ~= ARGV[7] then return { 'unread' } end
 if controls[2] and (redis.call('MEMORY', 'USAGE', feed_key) or 0) - (controls[3] or 0) > feed_bytes then
   return { 'full' }
 end

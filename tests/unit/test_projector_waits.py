@@ -1,0 +1,35 @@
+"""A projector's waits on a store whose clock is coarse."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from holdfast.engine.port import Engine
+from holdfast.ledger.port import Ledger, Position
+from holdfast.upkeep.projector import Projector
+from holdfast.upkeep.track import Track
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_feed_that_has_work_does_not_wait_for_one_that_has_none(
+    busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Redis looks ten times a second whose wait is over: even the shortest takes up to 100 ms on an idle server.
+    engine = AsyncMock(spec=Engine)
+    engine.wait_feed.return_value = []
+    projector = Projector(engine, Mock(spec=Ledger, projection=Mock()), ["busy", "idle"])
+    monkeypatch.setattr(projector, "_serve", AsyncMock())
+    monkeypatch.setattr(projector, "_measure", Mock())
+    projector._round_at = time.monotonic() + 60
+    for queue in ("busy", "idle"):
+        projector._tracks[queue] = Track(queue, Position("1-0", "n"))
+    if busy:
+        projector._tracks["busy"].ahead = asyncio.create_task(asyncio.sleep(0))  # type: ignore[arg-type]
+    await projector._turn()
+    ((positions, wait_ms), _) = engine.wait_feed.await_args
+    assert "idle" in positions
+    assert (wait_ms == 0) is busy
