@@ -11,6 +11,7 @@ import asyncpg
 from redis.asyncio import Redis
 
 from holdfast.clock import Clock, SystemClock
+from holdfast.core.job import Priority
 from holdfast.testing.clock import ManualClock
 from tests.chaos.crashing import scripts
 from tests.harness import RedisHarness
@@ -131,6 +132,19 @@ class RedisPlace(Place):
 
     async def wipe(self) -> None:
         await RedisHarness(self._url, self._namespace).close()
+
+    async def write(self, fields: dict[str, str]) -> None:
+        """As another program does: a plain XADD."""
+        harness = RedisHarness(self._url, self._namespace)
+        await harness.redis.xadd(harness.keys("default").streams[Priority.NORMAL], fields)
+        await harness.redis.aclose()
+
+    async def letters(self) -> list[dict[bytes, bytes]]:
+        """The engine's dead letters."""
+        harness = RedisHarness(self._url, self._namespace)
+        entries = await harness.redis.xrange(harness.keys("default").dlq)
+        await harness.redis.aclose()
+        return [fields for _, fields in entries]
 
     async def leftovers(self) -> list[str]:
         """Streams, sets and records of open jobs; consumers with leases."""

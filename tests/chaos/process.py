@@ -7,7 +7,8 @@ so does the step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any, Final
 
@@ -25,7 +26,9 @@ from holdfast.upkeep.projector import Projector
 from holdfast.upkeep.pruner import Pruner
 from holdfast.upkeep.reconciler import Reconciler, Report
 from holdfast.upkeep.replays import Replays
+from holdfast.upkeep.track import Track
 from holdfast.worker.fetcher import Fetcher
+from holdfast.worker.plan import Plan
 from holdfast.worker.run import Held
 from holdfast.worker.runner import Runner
 from holdfast.worker.settler import Settler
@@ -53,7 +56,10 @@ class StepFetcher(Fetcher):
 
 
 class StepProjector(Projector):
-    """One turn at a time."""
+    """One turn at a time, which waits for nothing."""
+
+    async def _wait(self, wait_ms: int) -> list[Track]:
+        return await super()._wait(0)
 
     async def turn(self) -> None:
         """As `run` does, once; then what it tells the engine has been told."""
@@ -85,10 +91,12 @@ class StepSettler(Settler):
 class Process:
     """Opened, it has all parts of a worker with upkeep."""
 
-    def __init__(self, place: Place, app: Holdfast, number: int) -> None:
+    def __init__(self, place: Place, app: Holdfast, number: int, plans: Mapping[str, Plan]) -> None:
+        """`plans`: what is run beside the app's own tasks."""
         self.place = place
         self.app = app
         self.number = number
+        self._plans = {**app.plans, **plans}
         self.name = f"process-{number}"
         self._held: Held = set()
         self._pruned = False
@@ -153,7 +161,7 @@ class Process:
             lease_s=app.settings.visibility_timeout_s,
             payload_limit=app.settings.payload_limit,
         )
-        return Runner(app.plans, self._settler, self._held, 1, tools=tools, gate=app.gate(app.ledger_port))
+        return Runner(self._plans, self._settler, self._held, 1, tools=tools, gate=app.gate(app.ledger_port))
 
     @cached_property
     def _fetcher(self) -> StepFetcher:
@@ -186,8 +194,9 @@ class Process:
     def _projector(self) -> StepProjector:
         return StepProjector(self.engine, self.ledger, name=self.name, lease_ms=1, linger_s=0.0, round_s=0.0)
 
-    async def reconcile(self) -> Report:
-        """A pass, with the projector beside it, which it waits for."""
+    @asynccontextmanager
+    async def projecting(self) -> AsyncIterator[None]:
+        """The projector, beside something that waits for it."""
 
         async def project() -> None:
             while True:
@@ -196,11 +205,16 @@ class Process:
 
         beside = asyncio.create_task(project())
         try:
-            report: Report = await again(lambda: Reconciler(self.engine, self.ledger).reconcile())
-            return report
+            yield
         finally:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)
+
+    async def reconcile(self) -> Report:
+        """A pass."""
+        async with self.projecting():
+            report: Report = await again(lambda: Reconciler(self.engine, self.ledger).reconcile())
+        return report
 
 
 async def again(step: Callable[[], Awaitable[Any]]) -> Any:

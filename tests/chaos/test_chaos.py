@@ -21,7 +21,7 @@ from holdfast.chaos.jobs import effects_file, errand, lines_outside, probe
 from holdfast.chaos.journal import ACCEPTED, IN_DOUBT, Journal
 from holdfast.chaos.model import Fault, Kind, Struck
 from holdfast.chaos.parts import DiskPostgres
-from holdfast.chaos.report import Report, document, faults_table, markdown
+from holdfast.chaos.report import Report, blame, document, faults_table, markdown
 from holdfast.chaos.servers import RedisServer
 from holdfast.cli.program import program
 
@@ -34,7 +34,7 @@ _PATIENCE_S: Final = 240
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
 def test_a_short_run_is_sound(tmp_path: Path) -> None:
-    words = ["--jobs", "240", "--faults", "8", "--seed", str(SEED), "--workers", "2", "--rate", "50"]
+    words = ["--jobs", "160", "--faults", "5", "--seed", str(SEED), "--workers", "2", "--rate", "50"]
     words += ["--folder", str(tmp_path / "run"), "--report", str(tmp_path / "report.json"), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "holdfast", "chaos", *words],
@@ -49,9 +49,9 @@ def test_a_short_run_is_sound(tmp_path: Path) -> None:
     assert done.returncode == 0, report["findings"]["defects"]
     assert report == json.loads((tmp_path / "report.json").read_text())
     found = report["findings"]
-    assert (found["accepted"], found["lost"], found["defects"]) == (240, 0, [])
-    assert sum(found["ended"].values()) == 240 + 8 + found["replayed"]
-    assert {each["fault"]["number"] for each in report["struck"]} == set(range(1, 9))
+    assert (found["accepted"], found["lost"], found["defects"]) == (160, 0, [])
+    assert sum(found["ended"].values()) == 160 + 5 + found["replayed"]
+    assert {each["fault"]["number"] for each in report["struck"]} == set(range(1, 6))
     assert all(each["recovered_s"] >= 0 for each in report["struck"] if not each["skipped"])
     # What it takes to run it again.
     assert f"--seed {SEED}" in done.stderr
@@ -67,7 +67,7 @@ def test_a_short_run_is_sound(tmp_path: Path) -> None:
 def test_the_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken()
     monkeypatch.setattr(holdfast.chaos.run, "run", partial(holdfast.chaos.run.run, meddle=broken.meddle))
-    words = ["--jobs", "60", "--faults", "0", "--seed", str(SEED), "--workers", "1"]
+    words = ["--jobs", "60", "--faults", "0", "--seed", str(SEED), "--workers", "1", "--rate", "60"]
     done = CliRunner().invoke(program(), ["chaos", *words, "--folder", str(tmp_path / "run"), "--json"])
     print(done.stderr)
     assert done.exit_code == 1, done.output
@@ -156,6 +156,20 @@ def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert journal.accepted[7] == {"a", "b"}
     assert (journal.errands, journal.receipts, journal.doubts) == (1, 3, 1)
+
+
+def test_what_redis_forgot_is_put_down_to_the_fault_that_it_went_with() -> None:
+    """Before it: not passed on yet. During it: taken by a server that was not to stay the master."""
+    kill = Fault(number=1, at=0.1, kind=Kind.FAIL_OVER, target="redis")
+    stop = Fault(number=2, at=0.5, kind=Kind.STOP, target="redis-2", seconds=4)
+    struck = [Struck(fault=stop, accepted=9, began_at=50, over_at=60), Struck(kill, 1, began_at=10, over_at=20)]
+    assert blame([9.9, 12, 13, 20.5, 55, 61], struck) == {
+        "before fault 1, fail-over redis": 1,
+        "during fault 1, fail-over redis": 2,
+        "before fault 2, stop redis-2": 1,
+        "during fault 2, stop redis-2": 1,
+        "accepted after all faults": 1,
+    }
 
 
 def test_a_report_says_never_where_work_did_not_go_on() -> None:

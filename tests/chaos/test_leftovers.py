@@ -33,6 +33,11 @@ def before() -> tuple[set[int], set[str], set[Path]]:
     return traces()
 
 
+def small(folder: Path) -> Deployment:
+    """Stores and one program: each program takes a second of the machine to start."""
+    return Deployment(folder, workers=1, upkeeps=0, servers=0)
+
+
 def check(before: tuple[set[int], set[str], set[Path]], folder: Path) -> None:
     children, mounts, data = traces()
     assert children <= before[0]
@@ -45,16 +50,16 @@ def check(before: tuple[set[int], set[str], set[Path]], folder: Path) -> None:
 @pytest.mark.parametrize(
     "there",
     [
-        lambda deployment: "postgres" in deployment.parts,
+        lambda deployment: "postgres" in deployment.parts and deployment.parts["postgres"].process.started,
         lambda deployment: deployment.direct,
-        lambda deployment: "server-1" in deployment.parts and deployment.parts["server-1"].process.started,
+        lambda deployment: "worker-1" in deployment.parts and deployment.parts["worker-1"].process.started,
     ],
     ids=["stores", "token", "programs"],
 )
 async def test_a_start_that_is_interrupted_leaves_nothing(
     tmp_path: Path, before: tuple[set[int], set[str], set[Path]], there: Callable[[Deployment], bool]
 ) -> None:
-    deployment = Deployment(tmp_path, workers=1)
+    deployment = small(tmp_path)
     starting = asyncio.create_task(deployment.start())
     await eventually(lambda: there(deployment), "it to have come so far")
     starting.cancel()
@@ -71,7 +76,7 @@ async def test_a_start_that_fails_leaves_nothing(
 ) -> None:
     monkeypatch.setattr("holdfast.chaos.deployment.APP", "no.such.module:app")
     with pytest.raises(RuntimeError, match="ended with"):
-        await Deployment(tmp_path, workers=1).start()
+        await small(tmp_path).start()
     check(before, tmp_path)
 
 
@@ -79,7 +84,7 @@ async def test_a_run_that_is_interrupted_in_the_middle_of_faults_leaves_nothing(
     tmp_path: Path, before: tuple[set[int], set[str], set[Path]]
 ) -> None:
     async def run(ready: asyncio.Event) -> None:
-        async with Deployment(tmp_path, workers=1) as deployment:
+        async with small(tmp_path) as deployment:
             faults = [(Kind.STOP, "worker-1"), (Kind.STOP, "postgres"), (Kind.STALL, "redis"), (Kind.STOP, "redis")]
             if Kind.FILL in deployment.parts["redis"].kinds:
                 faults.append((Kind.FILL, "redis"))

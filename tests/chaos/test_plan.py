@@ -60,6 +60,28 @@ def test_every_kind_strikes_every_group_before_chance_decides_alone(seed: int) -
     assert all(fault.kind in PARTS[fault.target] for fault in plan(seed, 300, PARTS))
 
 
+def test_what_matters_more_happens_more_often() -> None:
+    struck = Counter((fault.kind, group_of(fault.target)) for fault in plan(1, 1_000, PARTS))
+    assert struck[Kind.KILL, "worker"] > 3 * struck[Kind.CUT, "worker"]
+    assert struck[Kind.STOP, "worker"] > 3 * struck[Kind.RESTART, "upkeep"]
+    assert struck[Kind.KILL, "redis"] > 2 * struck[Kind.RESTART, "redis"]
+    assert min(struck.values()) >= 5
+
+
+@pytest.mark.parametrize("faults", [8, 20, 40, 100])
+def test_masters_are_taken_away_again_and_again_where_that_is_possible(faults: int) -> None:
+    parts = PARTS | {"redis": _PROCESS | {Kind.FAIL_OVER, Kind.HAND_OVER}, "redis-2": _PROCESS, "sentinel-1": _PROCESS}
+    for seed in range(10):
+        planned = plan(seed, faults, parts)
+        assert len(planned) == faults
+        struck = Counter(fault.kind for fault in planned)
+        assert struck[Kind.FAIL_OVER] + struck[Kind.HAND_OVER] >= faults // 8
+        if faults >= 16:
+            assert min(struck[Kind.FAIL_OVER], struck[Kind.HAND_OVER]) >= 1
+    everything = {(fault.kind, group_of(fault.target)) for fault in plan(1, 60, parts)}
+    assert everything == pairs_of(parts)
+
+
 def test_all_parts_of_a_group_are_struck() -> None:
     struck = Counter(fault.target for fault in plan(1, 300, PARTS))
     assert struck.keys() == PARTS.keys()

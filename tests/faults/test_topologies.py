@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
@@ -16,26 +17,47 @@ from sqlalchemy import select
 
 from benchmarks.failover_load import Accepted, Load
 from holdfast.chaos.redis_nodes import Node
-from holdfast.chaos.topologies import ClusterRedis, Topology
+from holdfast.chaos.topologies import ClusterRedis, Topology, make_topology
 from holdfast.core.names import queue_prefix
 from holdfast.errors import EngineUnavailable
 from holdfast.ledger.schema import jobs
 from holdfast.ledger.verify import Report, verify_ledger
-from tests.conftest import MakeCluster, MakeSentinel
+from tests.conftest import MakeSentinel
 from tests.faults.conftest import MakeSite
 from tests.faults.support import QUEUE, Site, WorkerProcess, eventually
-from tools.servers import REDIS, REDIS_60, Server
+from tests.servers import find_server
+from tools.servers import REDIS, REDIS_60
 
 pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(180)]
 
 #: Some of them lie with another master of a Cluster than the default queue.
 OTHERS: Final = tuple(f"side-{number}" for number in range(8))
 WORKERS: Final = 2
+FULL_COVERAGE: Final = {"cluster-require-full-coverage": "no"}
 #: A steady load, that leaves the machine room for everybody else.
 PAUSE_S: Final = 0.01
 SETTLED_WITHIN_S: Final = 60.0
 #: With a replica at hand or not at all.
 NEVER_ALONE: Final = {"min-replicas-to-write": "1", "min-replicas-max-lag": "2"}
+
+
+@pytest.fixture(scope="module")
+def topologies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Topology]]:
+    """`topologies("sentinel")`: those that the tests of this file share, whole; to start one takes seconds."""
+    running: dict[str, Topology] = {}
+
+    def get(name: str) -> Topology:
+        if name not in running:
+            options = FULL_COVERAGE if name == "cluster" else {}
+            folder = tmp_path_factory.mktemp(name)
+            running[name] = make_topology(name, folder, binary=find_server(REDIS), options=options)
+            running[name].start()
+        running[name].heal()
+        return running[name]
+
+    yield get
+    for topology in running.values():
+        topology.stop()
 
 
 class Scene:
@@ -127,22 +149,25 @@ class Scene:
             assert not any(stats.states.values()), f"left behind in {queue}: {stats.states}"
 
 
-async def working_scene(topology: Topology, make_site: MakeSite, ledger: str, *words: str) -> Scene:
+async def working_scene(
+    topology: Topology, make_site: MakeSite, ledger: str, *words: str, workers: int = WORKERS
+) -> Scene:
     site = make_site(topology.url, ledger=ledger, reconcile_interval_s=2, durable_timeout_s=20)
-    workers = await site.started_all(WORKERS, *words)
+    started = await site.started_all(workers, *words)
     await site.app.open()
-    return Scene(site, topology, workers)
+    return Scene(site, topology, started)
 
 
 # Under load ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [REDIS, REDIS_60], ids=["current", "6.0.9"])
 async def test_a_sentinel_fails_over_under_load(
-    make_sentinel: MakeSentinel, make_site: MakeSite, postgres_url: str, version: Server
+    make_sentinel: MakeSentinel, make_site: MakeSite, postgres_url: str
 ) -> None:
-    """Killed, healed (the old master is a replica now), and handed back: submitters and workers go on by themselves."""
-    scene = await working_scene(await asyncio.to_thread(make_sentinel, version), make_site, postgres_url)
+    """Killed, healed (the old master is a replica now), and handed back: submitters and workers go on by themselves. On
+    the oldest Redis; the tests below are on the current one."""
+    topology = await asyncio.to_thread(make_sentinel, REDIS_60)
+    scene = await working_scene(topology, make_site, postgres_url)
     async with Load(scene.submit, submitters=4, pause_s=PAUSE_S) as load:
         await load.more(100)
         old = scene.owner()
@@ -158,10 +183,10 @@ async def test_a_sentinel_fails_over_under_load(
 
 
 async def test_a_cluster_fails_over_under_load(
-    make_cluster: MakeCluster, make_site: MakeSite, postgres_url: str
+    topologies: Callable[[str], Topology], make_site: MakeSite, postgres_url: str
 ) -> None:
     """The same; and queues whose master is alive do not wait for those whose master is dead."""
-    topology = await asyncio.to_thread(make_cluster, options={"cluster-require-full-coverage": "no"})
+    topology = await asyncio.to_thread(topologies, "cluster")
     words = [word for queue in (QUEUE, *OTHERS) for word in ("-q", queue)]
     scene = await working_scene(topology, make_site, postgres_url, *words)
     other = next(queue for queue in OTHERS if scene.owner(queue) != scene.owner())
@@ -187,13 +212,20 @@ async def test_a_cluster_fails_over_under_load(
 # What is lost, exactly -------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["sentinel", "cluster"])
-async def scene(request: pytest.FixtureRequest, make_site: MakeSite, postgres_url: str) -> Scene:
-    make = request.getfixturevalue(f"make_{request.param}")
-    return await working_scene(await asyncio.to_thread(make), make_site, postgres_url)
+@pytest.fixture
+async def scene(
+    request: pytest.FixtureRequest,
+    topologies: Callable[[str], Topology],
+    make_site: MakeSite,
+    postgres_url: str,
+) -> Scene:
+    topology = await asyncio.to_thread(topologies, request.param)
+    return await working_scene(topology, make_site, postgres_url, workers=1)
 
 
-@pytest.mark.parametrize("ahead_s", [0, 60], ids=["same clock", "clock behind"])
+@pytest.mark.parametrize(
+    ("scene", "ahead_s"), [("sentinel", 0), ("cluster", 60)], ids=["same clock", "clock behind"], indirect=["scene"]
+)
 async def test_the_ledger_brings_back_what_it_had_seen(scene: Scene, ahead_s: int) -> None:
     """The replica knows nothing of the master's last jobs. Those that the ledger knows go on, in their own state; those
     that it does not know are lost: no more and no fewer. So too if the replica's clock is behind that of the master,
@@ -232,6 +264,7 @@ async def test_the_ledger_brings_back_what_it_had_seen(scene: Scene, ahead_s: in
     await scene.nothing_is_left()
 
 
+@pytest.mark.parametrize("scene", ["sentinel", "cluster"], indirect=True)
 async def test_a_key_that_the_replica_never_saw_still_names_one_job(scene: Scene) -> None:
     """In the ledger, ended, lost by the fail-over, and submitted again under its key: there is one job, once a worker
     has seen that this is not the feed that it knew. (It looks as soon as it has a connection to the new master.)"""
@@ -248,12 +281,27 @@ async def test_a_key_that_the_replica_never_saw_still_names_one_job(scene: Scene
     assert Counter(run.job_id for run in scene.site.runs()) == {before: 1, first: 1}
 
 
+@pytest.fixture
+def never_alone(topologies: Callable[[str], Topology]) -> Iterator[Topology]:
+    """A master that accepts nothing without its replica; also one that starts again."""
+    topology = topologies("sentinel")
+    nodes = topology.nodes().values()
+    for node in nodes:
+        node.options |= NEVER_ALONE
+        for name, value in NEVER_ALONE.items():
+            node.ask("CONFIG", "SET", name, value)
+    yield topology
+    topology.heal()
+    for node in nodes:
+        node.options = {name: value for name, value in node.options.items() if name not in NEVER_ALONE}
+        node.ask("CONFIG", "SET", "min-replicas-to-write", 0)
+
+
 async def test_a_master_that_has_no_replica_accepts_nothing(
-    make_sentinel: MakeSentinel, make_site: MakeSite, postgres_url: str
+    never_alone: Topology, make_site: MakeSite, postgres_url: str
 ) -> None:
     """With `min-replicas-to-write` there is nothing to lose, and nothing to be had while a replica is missing."""
-    topology = await asyncio.to_thread(make_sentinel, options=NEVER_ALONE)
-    scene = await working_scene(topology, make_site, postgres_url)
+    scene = await working_scene(never_alone, make_site, postgres_url, workers=1)
     accepted = [await scene.submit(number) for number in range(20)]
     scene.master().cut_off_replicas()
     with pytest.raises(EngineUnavailable, match="too few replicas"):

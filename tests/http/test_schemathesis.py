@@ -23,7 +23,7 @@ from tests.http.world import PATIENCE_S, World, leave_a_trigger, sample, serving
 _PROGRAM: Final = Path(sys.executable).parent / "st"
 #: Every stream tells at once that it is ready; the client goes away then. Waiting is bounded by the service's setting.
 _CONFIGURATION: Final = "max-stream-events = 1\n"
-_TIMEOUT_S: Final = 900
+_TIMEOUT_S: Final = 1_800
 _EXAMPLES: Final = 100
 #: Who has no token gets the same answer everywhere.
 _WITHOUT_TOKEN: Final = 25
@@ -76,7 +76,7 @@ def test_schemathesis_finds_nothing(who: str, tmp_path: Path, tables: Path) -> N
                 "--generation-database",
                 "none",
                 "--request-timeout",
-                "20",
+                "60",
                 "--continue-on-failure",
                 "--no-shrink",
                 "--no-color",

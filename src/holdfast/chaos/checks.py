@@ -53,6 +53,9 @@ class Findings(msgspec.Struct, kw_only=True):
     forgetful: bool = False
     #: Jobs that were accepted, but not `durable`, and that went with such writes.
     forgotten: int = 0
+    forgotten_jobs: list[str] = []
+    #: The fault that they went with → how many.
+    forgotten_by: dict[str, int] = {}
     #: Accepted jobs that are not in the ledger, or have no end there.
     lost: int = 0
     defect_count: int = 0
@@ -150,6 +153,7 @@ def _check_one(findings: Findings, journal: Journal, meant: Errand, job_id: str,
     what = f"job {meant.number} ({meant.kind}, {job_id})"
     if row is None and findings.forgetful and not meant.durable:
         findings.forgotten += 1
+        findings.forgotten_jobs.append(job_id)
         return
     if row is None:
         findings.lost += 1

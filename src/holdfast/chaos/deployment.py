@@ -4,7 +4,8 @@ Every program has its own way to each store, through a `Proxy`, so that one of t
 on. (Sentinel and Cluster tell clients the real addresses: there the ways to Redis have no proxies.) A part that dies
 though nobody hurt it is started again, and the deployment remembers: `notes`.
 
-Nothing is left when it is closed, or when its start is interrupted, except the logs in its folder.
+Nothing is left when it is closed, or when its start is interrupted, or when this process is killed, except the logs in
+its folder.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Final, Self
 
 from holdfast.app import Holdfast
 from holdfast.chaos.disks import Disk
+from holdfast.chaos.guardian import Guardian, clear_stale
 from holdfast.chaos.model import Kind
 from holdfast.chaos.parts import SOURCE, DiskPostgres, Part, Program, WebProgram, do, kill_group, to_its_end
 from holdfast.chaos.programs import find_postgres, find_redis
@@ -47,6 +49,8 @@ SETTINGS: Final[Mapping[str, str]] = {
 }
 #: Nobody is told that something was done before it is on the disk.
 STRICT: Final = {"appendfsync": "always"}
+#: Replicas speak once a second.
+_MAX_LAG_S: Final = "2"
 _POSTGRES: Final = {"max_connections": "200", "wal_level": "minimal", "max_wal_senders": "0"}
 
 _PROCESS: Final = frozenset({Kind.KILL, Kind.STOP, Kind.RESTART})
@@ -69,9 +73,11 @@ class Deployment:
         upkeeps: int = 1,
         seed: int = 0,
         redis_binary: Path | None = None,
+        min_replicas: int = 0,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        """`settings` are variables, `HOLDFAST_…`, on top of `SETTINGS`. Raises `UsageError` for a missing server."""
+        """`settings` are variables, `HOLDFAST_…`, on top of `SETTINGS`. A master of Redis with fewer than
+        `min_replicas` accepts nothing. Raises `UsageError` for a missing server."""
         self.folder = folder
         self.seed = seed
         self.settings = {**SETTINGS, **(settings or {})}
@@ -79,6 +85,7 @@ class Deployment:
         self._redis_binary = find_redis(redis_binary)
         self._postgres_binary = find_postgres()
         self._topology_name = topology
+        self._min_replicas = min_replicas
         self.topology: Topology | None = None
         self.parts: dict[str, Part] = {}
         #: By store: all ways to it.
@@ -146,10 +153,17 @@ class Deployment:
         disks = {part.name: part.disk.why_not for part in self.parts.values() if part.disk is not None}
         return {f"{Kind.FILL} {name}": why for name, why in disks.items() if why}
 
+    @property
+    def _redis_disk(self) -> Path:
+        return self.folder.resolve() / "redis" / "disk"
+
     # How it is put together --------------------------------------------------------------------------------
 
     async def _start_stores(self) -> None:
+        await do(clear_stale)
         postgres = DiskPostgres(self._postgres_binary, _POSTGRES, self.folder / "postgres.log")
+        guardian = Guardian(self.folder, [postgres.folder, self._redis_disk])
+        self._stack.push_async_callback(do, guardian.release)
         self._stack.push_async_callback(do, postgres.remove)
         self._add(Part("postgres", postgres, _STORE, postgres.disk))
         topology = self.topology = self._make_topology()
@@ -170,14 +184,16 @@ class Deployment:
     def _make_topology(self) -> Topology:
         folder, options, disk = self.folder / "redis", dict(STRICT), None
         if self._topology_name == SingleRedis.name:
-            disk = Disk(folder / "disk")
+            disk = Disk(self._redis_disk)
             options["dir"] = str(disk.folder)
+        if self._min_replicas:
+            options |= {"min-replicas-to-write": str(self._min_replicas), "min-replicas-max-lag": _MAX_LAG_S}
         # What replicas have is not on their masters' disks only, so that there a second more or less does not matter.
         made = make_topology(self._topology_name, folder, binary=self._redis_binary, aof=True, options=options)
         for name, server in made.servers.items():
             self._add(Part(name, server, _STORE if disk is not None else _PROCESS, disk))
         if made.can_fail_over:
-            self.parts["redis"].kinds |= {Kind.FAIL_OVER}
+            self.parts["redis"].kinds |= {Kind.FAIL_OVER, Kind.HAND_OVER}
         return made
 
     async def _start_programs(self) -> None:

@@ -147,8 +147,10 @@ async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
 async def _fail_over(deployment: Deployment, part: Part, fault: Fault) -> str:
     topology = deployment.topology
     assert topology is not None
-    kill = Random(f"{deployment.seed} {fault.number}").random() < 0.5
-    await do(lambda: topology.fail_over(kill=kill))
+    # On a Cluster a queue lies with one of the masters: all of them have their turn.
+    masters = sorted(await do(topology.masters))
+    target = Random(f"{deployment.seed} {fault.number}").choice(masters) if masters else None
+    await do(lambda: topology.fail_over(kill=fault.kind is Kind.FAIL_OVER, target=target))
     return ""
 
 
@@ -162,6 +164,7 @@ _DEEDS: Final[Mapping[Kind, Callable[[Deployment, Part, Fault], Awaitable[str]]]
     Kind.LOSE_REPLY: _lose_reply,
     Kind.FILL: _fill,
     Kind.FAIL_OVER: _fail_over,
+    Kind.HAND_OVER: _fail_over,
 }
 
 

@@ -6,6 +6,7 @@ The one witness that is not holdfast: checks hold the ledger against it.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,8 @@ IN_DOUBT: Final = "in doubt"
 REFUSED: Final = "refused"
 #: A person's cancellation was confirmed.
 CANCELLED: Final = "cancelled"
+#: A person had a job that waited for its time run at once.
+EXPEDITED: Final = "expedited"
 #: A person had a dead letter run again, as another job.
 REPLAYED: Final = "replayed"
 #: A person said of an effect in doubt whether it was done.
@@ -33,6 +36,8 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     job_id: str = ""
     #: Why, or through which way.
     note: str = ""
+    #: When, by the clock.
+    at: float = 0.0
 
 
 class Journal:
@@ -46,6 +51,8 @@ class Journal:
         #: The number of an errand → the jobs that receipts for it named. More than one is wrong.
         self.accepted: dict[int, set[str]] = {}
         self.numbers: dict[str, int] = {}
+        #: The job → when its first receipt was seen.
+        self.accepted_at: dict[str, float] = {}
         self.refused: dict[int, str] = {}
         #: Errands with a receipt, probes left out.
         self.errands = 0
@@ -60,12 +67,14 @@ class Journal:
 
     def write(self, said: str, number: int, job_id: str = "", note: str = "") -> None:
         """One write of one line: whole, whatever happens to this process after it."""
-        os.write(self._file, msgspec.json.encode(Line(said, number, job_id, note)) + b"\n")
+        at = time.time()
+        os.write(self._file, msgspec.json.encode(Line(said, number, job_id, note, at)) + b"\n")
         if said == ACCEPTED:
             self.receipts += 1
             self.errands += number >= 0 and number not in self.accepted
             self.accepted.setdefault(number, set()).add(job_id)
             self.numbers[job_id] = number
+            self.accepted_at.setdefault(job_id, at)
         elif said == IN_DOUBT:
             self.doubts += 1
         elif said == REFUSED:

@@ -82,8 +82,8 @@ class Leftovers:
         for line in (line for lane in range(_LANES) for line in keys.lane(lane)):
             async for said in self._of_line(client, line, {PARKING.encode(), *workers}):
                 yield said
-        # A tail is cut when it is a tenth longer than after the last cut, which leaves what is not read yet.
-        allowed = self._feed_tail + self._feed_tail // 5
+        # All of it is read. A tail is cut before it is a tenth longer, to itself and the entry at the position.
+        allowed = self._feed_tail + max(1, self._feed_tail // 10)
         if (size := await client.xlen(keys.feed)) > allowed:
             yield f"{_text(keys.feed)} has {size} entries; {allowed} may stay"
 

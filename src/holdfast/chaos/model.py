@@ -27,7 +27,9 @@ class Kind(StrEnum):
     FILL = "fill"
     """The disk under its data is full."""
     FAIL_OVER = "fail-over"
-    """A replica takes its master's place (Sentinel, Cluster)."""
+    """A master dies by kill -9, and its replica takes its place (Sentinel, Cluster)."""
+    HAND_OVER = "hand-over"
+    """A master is asked to leave its place to its replica (Sentinel, Cluster)."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -48,6 +50,9 @@ class Struck(msgspec.Struct, frozen=True):
     fault: Fault
     #: Jobs that were accepted when it struck.
     accepted: int
+    #: From when until when, by the clock; until the servers that it struck were joined again.
+    began_at: float = 0.0
+    over_at: float = 0.0
     #: From the moment that it was over until a job submitted after that had ended; -1 if none had within the patience.
     recovered_s: float = -1.0
     #: Why it could not be done here; empty if it was.

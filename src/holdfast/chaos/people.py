@@ -1,4 +1,5 @@
-"""The people of a chaos run: they approve and reject, cancel, replay dead letters, and settle effects in doubt.
+"""The people of a chaos run: they approve and reject, cancel and expedite, replay dead letters, pause a queue, and
+settle effects in doubt.
 
 All of it through the HTTP service, again and again until there is an answer; what becomes of effects, for which the
 service has no door, through the same office as `holdfast effects resolve`.
@@ -7,7 +8,7 @@ service has no door, through the same office as `holdfast effects resolve`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -16,8 +17,8 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.app import Holdfast
-from holdfast.chaos.jobs import Errand, errand, lines_outside
-from holdfast.chaos.journal import CANCELLED, REPLAYED, RESOLVED, Journal
+from holdfast.chaos.jobs import SIDE_QUEUE, Errand, errand, lines_outside
+from holdfast.chaos.journal import CANCELLED, EXPEDITED, REPLAYED, RESOLVED, Journal
 from holdfast.chaos.load import Refused, Web
 from holdfast.core.backoff import Backoff
 from holdfast.core.person import ALL_TENANTS, Person, Role
@@ -33,6 +34,11 @@ _ROUND_S: Final = 0.5
 _HANDS: Final = 10
 #: One dead letter in so many is tried again.
 _REPLAY_ONE_OF: Final = 4
+#: One delayed job in so many is wanted at once.
+_EXPEDITE_ONE_OF: Final = 3
+#: Seconds between two pauses of a queue, and how long one is.
+_WORKS_S: Final = (5.0, 15.0)
+_PAUSED_S: Final = (0.2, 1.5)
 _GONE: Final = frozenset({404, 409, 410})
 _PAGE: Final = 500
 #: Whoever watches over the run. Not the one who submits: nobody approves their own jobs.
@@ -49,7 +55,8 @@ class People:
         self._seed = seed
         self._folder = folder
         self._random = Random(f"{seed}:people")
-        self._cancelling: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._holds_up = False
         self._seen_letters: set[str] = set()
         #: So many votes at a time.
         self._hands = asyncio.Semaphore(_HANDS)
@@ -57,22 +64,28 @@ class People:
     def accepted(self, each: Errand, job_id: str) -> None:
         """A job is there that they may have to do something about."""
         if each.decision == "cancel":
-            task = asyncio.create_task(self._cancel(each, job_id, self._random.uniform(0, 1.5)))
-            self._cancelling.add(task)
-            task.add_done_callback(self._cancelling.discard)
+            self._later(self._cancel(each, job_id, self._random.uniform(0, 1.5)))
+        elif each.delay_s and each.number % _EXPEDITE_ONE_OF == 0:
+            self._later(self._expedite(each, job_id))
 
     @property
     def busy(self) -> bool:
         """Whether somebody waits for an answer that may still change something."""
-        return bool(self._cancelling)
+        return bool(self._under_way) or self._holds_up
 
     async def run(self) -> None:
         """Rounds without end. A service that is away is tried again."""
         try:
-            await asyncio.gather(self._again_and_again(self._decide), self._again_and_again(self._replay))
+            duties = (self._decide, self._replay, self._hold_up)
+            await asyncio.gather(*map(self._again_and_again, duties))
         finally:
-            for task in self._cancelling:
+            for task in self._under_way:
                 task.cancel()
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
     async def _again_and_again(self, duty: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -87,6 +100,31 @@ class People:
         call = self._calling("POST", path, params={"queue": each.queue}, json={"reason": "nobody wants it"})
         if await self._until_answered(call) is not None:
             self._journal.write(CANCELLED, each.number, job_id)
+
+    async def _expedite(self, each: Errand, job_id: str) -> None:
+        """What waits for its time is due now, unless it is already."""
+        path = f"/api/v1/jobs/{job_id}/retry"
+        call = self._calling("POST", path, params={"queue": each.queue}, json={"reason": "somebody waits for it"})
+        if await self._until_answered(call) is not None:
+            self._journal.write(EXPEDITED, each.number, job_id)
+
+    async def _hold_up(self) -> None:
+        """Pause a queue for a moment. Not the one of the probes, which measure how long faults hold it up."""
+        await asyncio.sleep(self._random.uniform(*_WORKS_S))
+        self._holds_up = True
+        await self._pull("pause", paused=True)
+        await asyncio.sleep(self._random.uniform(*_PAUSED_S))
+        await self._pull("resume", paused=False)
+        self._holds_up = False
+
+    async def _pull(self, lever: str, *, paused: bool) -> None:
+        """Until it is seen to be so: a fail-over may have forgotten it."""
+        call = self._calling("POST", f"/api/v1/queues/{SIDE_QUEUE}/{lever}", json={"reason": "the printer burns"})
+        while True:
+            answer = await self._until_answered(call)
+            if answer is not None and answer["paused"] == paused:
+                return
+            await asyncio.sleep(_ROUND_S)
 
     async def _decide(self) -> None:
         page = await self._web.call("GET", "/api/v1/approvals", params={"status": "requested", "limit": 500})

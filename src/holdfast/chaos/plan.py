@@ -15,6 +15,21 @@ _LAST: Final = 0.97
 #: So many faults strike together with the one before.
 _OVERLAPPING: Final = 0.25
 
+#: Where masters can be taken away: one fault of so many, by kill and by hand-over in turn.
+_FAIL_OVER_ONE_OF: Final = 8
+#: What matters more, or is worse, happens more often once everything has happened; the rest counts 1.
+_WEIGHTS: Final[Mapping[tuple[Kind, str], int]] = {
+    (Kind.KILL, "worker"): 5,
+    (Kind.STOP, "worker"): 5,
+    (Kind.KILL, "redis"): 4,
+    (Kind.KILL, "postgres"): 4,
+    (Kind.LOSE_REPLY, "redis"): 4,
+    (Kind.LOSE_REPLY, "postgres"): 4,
+    (Kind.LOSE_REPLY, "server"): 3,
+    (Kind.STOP, "redis"): 2,
+    (Kind.STOP, "postgres"): 2,
+}
+
 #: Seconds, from and to, by kind; with leases of 3 s and reply timeouts of 2 s some outlast them and some do not.
 _LASTING: Final[Mapping[Kind, tuple[float, float]]] = {
     Kind.STOP: (0.2, 6.0),
@@ -28,17 +43,18 @@ _LASTING: Final[Mapping[Kind, tuple[float, float]]] = {
 def plan(seed: int, faults: int, parts: Mapping[str, frozenset[Kind]]) -> list[Fault]:
     """So many faults in the order in which they strike; those with the same `at` strike together.
 
-    Every kind strikes every group of parts (`worker`, `redis` …) that it can strike, before chance decides alone, if
-    there are enough faults for that. The same on every machine, for the same arguments.
+    Every kind strikes every group of parts (`worker`, `redis` …) that it can strike, before chance and weights decide,
+    if there are enough faults for that; where masters can be taken away, that happens all the time. The same on every
+    machine, for the same arguments.
     """
     random = Random(f"holdfast chaos {seed}")
     pairs = _pairs(parts)
     if not pairs:
         return []
-    chosen: list[tuple[Kind, str]] = []
-    while len(chosen) < faults:
-        # Round after round of all pairs: chance decides the order, and which part of a group it is.
-        chosen += random.sample(pairs, len(pairs)) if not chosen else random.choices(pairs, k=faults - len(chosen))
+    chosen = random.sample(pairs, len(pairs))
+    if faults > len(chosen):
+        chosen += random.choices(pairs, [_WEIGHTS.get(pair, 1) for pair in pairs], k=faults - len(chosen))
+    chosen = _with_fail_overs(random, chosen, [pair for pair in pairs if pair[0] in (Kind.FAIL_OVER, Kind.HAND_OVER)])
     found: list[Fault] = []
     for number, ((kind, group), at) in enumerate(zip(chosen[:faults], _positions(random, faults), strict=True), 1):
         target = random.choice([name for name in sorted(parts) if group_of(name) == group and kind in parts[name]])
@@ -53,6 +69,21 @@ def pairs_of(parts: Mapping[str, frozenset[Kind]]) -> set[tuple[Kind, str]]:
 
 def _pairs(parts: Mapping[str, frozenset[Kind]]) -> list[tuple[Kind, str]]:
     return sorted({(kind, group_of(name)) for name, kinds in parts.items() for kind in kinds})
+
+
+def _with_fail_overs(
+    random: Random, chosen: list[tuple[Kind, str]], ways: list[tuple[Kind, str]]
+) -> list[tuple[Kind, str]]:
+    """One more in every stretch of the plan, by each way in turn."""
+    if not ways:
+        return chosen
+    others = _FAIL_OVER_ONE_OF - 1
+    found: list[tuple[Kind, str]] = []
+    for number, begin in enumerate(range(0, len(chosen), others)):
+        stretch = chosen[begin : begin + others]
+        stretch.insert(random.randint(0, len(stretch)), ways[number % len(ways)])
+        found += stretch
+    return found
 
 
 def _positions(random: Random, faults: int) -> list[float]:

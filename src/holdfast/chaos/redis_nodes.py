@@ -7,7 +7,6 @@ comes back.
 from __future__ import annotations
 
 import random
-import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -24,20 +23,6 @@ _ANSWER_S: Final = 5.0
 #: A cluster's nodes talk to each other so far above the port that clients use.
 _BUS: Final = 10_000
 _PORTS: Final = (12_000, 22_000)
-_FOLDERS: Final = ("/usr/bin", "/usr/local/bin", "/opt/redis/bin")
-
-
-class NoRedis(RuntimeError):
-    """There is no `redis-server` here."""
-
-
-def find_redis() -> Path:
-    """The `redis-server` on PATH or in a known folder."""
-    found = shutil.which("redis-server")
-    for candidate in ([Path(found)] if found else []) + [Path(folder) / "redis-server" for folder in _FOLDERS]:
-        if candidate.is_file():
-            return candidate
-    raise NoRedis("redis-server is neither on PATH nor in a known folder; install it: apt-get install redis-server")
 
 
 def ask(port: int, *command: str | int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
@@ -59,10 +60,27 @@ def summary(report: Report) -> list[tuple[str, str]]:
         ("restored, forked", f"{found.ledger.restores:,}, {found.ledger.forks:,}"),
         ("anomalies", f"{sum(found.anomalies.values()):,}"),
         ("seconds of load", f"{report.load_s:.0f}, and {report.ended_s:.0f} until the last job had ended"),
-        *([("forgotten by fail-overs", f"{found.forgotten:,}, none of them durable")] if found.forgetful else []),
+        *([("forgotten by Redis", f"{found.forgotten:,}, none of them durable")] if found.forgetful else []),
+        *((f"… {why}", f"{count:,}") for why, count in found.forgotten_by.items()),
         ("lost", f"{found.lost:,}" if found.lost else "nothing"),
         ("defects", f"{found.defect_count:,}" if found.defect_count else "none"),
     ]
+
+
+def blame(accepted_at: Sequence[float], struck: Sequence[Struck]) -> dict[str, int]:
+    """With which fault of Redis jobs went that were accepted then, and whether before or while it went on.
+
+    Before: the master had not passed them on when it died. While: a server took them that was not to stay the master.
+    """
+    found: Counter[str] = Counter()
+    for at in sorted(accepted_at):
+        each = next((each for each in sorted(struck, key=lambda each: each.over_at) if at <= each.over_at), None)
+        if each is None:
+            found["accepted after all faults"] += 1
+            continue
+        when = "before" if at < each.began_at else "during"
+        found[f"{when} fault {each.fault.number}, {each.fault.kind} {each.fault.target}"] += 1
+    return dict(found)
 
 
 FAULT_COLUMNS = ("fault", "part", "times", "median s", "longest s")

@@ -23,7 +23,7 @@ from holdfast.chaos.load import Load, Web, configured, settings_of
 from holdfast.chaos.model import Fault, Struck
 from holdfast.chaos.people import OVERSEER, People, settle_doubts
 from holdfast.chaos.plan import plan
-from holdfast.chaos.report import Report
+from holdfast.chaos.report import Report, blame
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.core.person import ALL_TENANTS, Role
 from holdfast.core.states import FINAL
@@ -32,12 +32,13 @@ from holdfast.ledger.queries import Queries
 from holdfast.ledger.schema import jobs as jobs_table
 from holdfast.offices import Offices
 from holdfast.settings import Settings
+from holdfast.upkeep.track import STRAYS_S
 
 #: How long work may take to go on after a fault, and how long nothing at all may end before we give up.
 RECOVERY_PATIENCE_S: Final = 60.0
 PATIENCE_S: Final = 60.0
-#: How long upkeep may take to sweep.
-_TIDY_PATIENCE_S: Final = 45.0
+#: How long upkeep may take to sweep: what a fail-over left half ended is seen to when it was found twice.
+_TIDY_PATIENCE_S: Final = 2 * STRAYS_S + 30.0
 #: After the last fault is healed, whoever has lost a lease needs so long to notice.
 _NOTICE_S: Final = 4.0
 _LOOK_S: Final = 0.05
@@ -57,6 +58,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     #: Jobs a second; 0: so many that the load lasts as long as the faults.
     rate: float = 0.0
     redis_binary: Path | None = None
+    #: Replicas that a master needs to accept anything.
+    min_replicas: int = 0
 
     @property
     def command(self) -> str:
@@ -64,6 +67,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
         words = [f"holdfast chaos --seed {self.seed} --jobs {self.jobs} --faults {self.faults}"]
         words += [f"--topology {self.topology} --workers {self.workers}"]
         words += [f"--rate {self.rate:g}"] if self.rate else []
+        words += [f"--min-replicas {self.min_replicas}"] if self.min_replicas else []
         words += [f"--redis-server {self.redis_binary}"] if self.redis_binary else []
         return " ".join(words)
 
@@ -93,7 +97,12 @@ async def run(wish: Wish, folder: Path, tell: Tell = lambda _: None, meddle: Med
     began = time.monotonic()
     tell(Progress(phase="starting"))
     deployment = Deployment(
-        folder, topology=wish.topology, workers=wish.workers, seed=wish.seed, redis_binary=wish.redis_binary
+        folder,
+        topology=wish.topology,
+        workers=wish.workers,
+        seed=wish.seed,
+        redis_binary=wish.redis_binary,
+        min_replicas=wish.min_replicas,
     )
     async with deployment:
         one = _Run(wish, folder, deployment, tell)
@@ -209,8 +218,9 @@ class _Run:
     async def _strike(self, fault: Fault) -> None:
         accepted = self._load.accepted
         self._say("under fire", f"{fault.kind} {fault.target}")
+        began_at = time.time()
         skipped = await strike(self._deployment, fault)
-        struck = Struck(fault=fault, accepted=accepted, skipped=skipped)
+        struck = Struck(fault=fault, accepted=accepted, skipped=skipped, began_at=began_at, over_at=time.time())
         if not skipped:
             struck = msgspec.structs.replace(struck, recovered_s=await self._recovered(fault.number))
         self._struck.append(struck)
@@ -240,7 +250,8 @@ class _Run:
 
     async def _until_ended(self, people: asyncio.Task[None]) -> None:
         """Every accepted job has its end in the ledger, or nothing has moved for too long."""
-        await asyncio.sleep(_NOTICE_S)
+        if self._plan:
+            await asyncio.sleep(_NOTICE_S)
         moved, seen = time.monotonic(), (0, 0)
         while time.monotonic() - moved < PATIENCE_S:
             if people.done():
@@ -288,6 +299,9 @@ class _Run:
         for left in leftovers:
             findings.add(f"left in Redis: {left}")
         self._check_recoveries(findings)
+        accepted_at = [self._journal.accepted_at[job_id] for job_id in findings.forgotten_jobs]
+        servers = self._deployment.topology.servers if self._deployment.topology is not None else {}
+        findings.forgotten_by = blame(accepted_at, [each for each in self._struck if each.fault.target in servers])
         return Report(
             seed=self._wish.seed,
             topology=self._wish.topology,

@@ -76,6 +76,10 @@ async def chaos(
             min=1, help="Jobs a second. Default: so that the load lasts as long as the faults.", show_default=False
         ),
     ] = None,
+    min_replicas: Annotated[
+        int,
+        typer.Option(min=0, max=1, help="With Sentinel and Cluster: replicas a master needs to accept anything."),
+    ] = 0,
     redis_server: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The redis-server to run. Default: the one on PATH.", show_default=False),
@@ -113,7 +117,10 @@ async def chaos(
         workers=workers,
         rate=rate or 0.0,
         redis_binary=redis_server,
+        min_replicas=min_replicas,
     )
+    if min_replicas and topology is TopologyName.SINGLE:
+        raise UsageError("a single Redis has no replicas: --min-replicas is for --topology sentinel or cluster")
     note(f"seed {wish.seed}; the same again: {wish.command}")
     place = folder or Path(tempfile.mkdtemp(prefix="holdfast-chaos-"))
     if folder is not None and folder.exists() and any(folder.iterdir()):

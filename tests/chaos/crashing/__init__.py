@@ -1,0 +1,52 @@
+"""Where calls leave for a store, and how one of them fails.
+
+A `Seam` stands at the last place in this process that every call to a store passes:
+
+- Redis: `Connection.call`, one command or script on one socket;
+- PostgreSQL: the driver's protocol object, one statement, COPY or COMMIT (SQLAlchemy's reads pass it, too);
+- SQLite: the writer's transaction, a reader's question, a query of SQLAlchemy.
+
+Each call has a name (`submit`, `COMMIT after INSERT dlq_items`, …), and is told from others of its name by counting. At
+one of them something happens, by `Way`. Everything else goes through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import asyncpg
+
+from holdfast.engine.redis.connection import Connection
+from holdfast.engine.sqlite.reader import Reader
+from holdfast.engine.sqlite.writer import Writer
+from tests.chaos.crashing import on_postgres, on_redis, on_sqlite
+from tests.chaos.crashing.on_postgres import outside
+from tests.chaos.crashing.on_redis import scripts
+from tests.chaos.crashing.opened import Opened
+from tests.chaos.crashing.seam import Call, Point, Seam, Way, points_of
+
+__all__ = ["Call", "Point", "Seam", "Way", "installed", "outside", "points_of", "scripts"]
+
+
+@contextmanager
+def installed(seam: Seam) -> Iterator[None]:
+    """Every store of this process behind the seam, and nobody waits before trying again."""
+    opened = Opened()
+    with (
+        patch.object(Connection, "call", on_redis.call_through(seam, opened)),
+        patch.object(asyncpg.Connection, "__init__", on_postgres.connecting_through(seam, opened)),
+        patch.object(Writer, "perform", on_sqlite.writing_through(seam)),
+        patch.object(Reader, "ask", on_sqlite.reading_through(seam)),
+        patch("holdfast.core.backoff.Backoff.next_s", _at_once),
+        on_sqlite.queries_through(seam),
+    ):
+        seam.abandon = opened.abandon
+        yield
+
+
+def _at_once(backoff: Any) -> float:
+    backoff.failures += 1
+    return 0.001

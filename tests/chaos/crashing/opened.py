@@ -1,0 +1,35 @@
+"""What a dead process leaves behind."""
+
+from __future__ import annotations
+
+import asyncpg
+
+from holdfast.engine.redis.connection import Connection
+from holdfast.engine.sqlite import writers
+
+
+class Opened:
+    """What a dead process leaves behind for its operating system to close."""
+
+    def __init__(self) -> None:
+        self._redis: set[Connection] = set()
+        self._postgres: set[asyncpg.Connection] = set()
+
+    def redis(self, connection: Connection) -> None:
+        self._redis.add(connection)
+
+    def postgres(self, connection: asyncpg.Connection) -> None:
+        self._postgres.add(connection)
+
+    def abandon(self) -> None:
+        """On the loop that opened them."""
+        for connection in self._redis:
+            connection.close()
+        for database in self._postgres:
+            if not database.is_closed():
+                database.terminate()
+        self._redis.clear()
+        self._postgres.clear()
+        for writer in list(writers._writers.values()):
+            del writers._writers[writer.path]
+            writer.close()
