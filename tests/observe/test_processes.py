@@ -10,6 +10,7 @@ from typing import TypeVar
 import pytest
 
 from holdfast import Settings, State
+from holdfast.chaos.redis_nodes import quiet_port
 from holdfast.chaos.servers import free_port
 from holdfast.core.job import Envelope, new_job_ids
 from holdfast.engine.factory import build_engine
@@ -51,8 +52,8 @@ def submit(shell: Shell, task: str, payload: bytes, number: int) -> None:
 
 
 def test_every_process_serves_its_own_metrics(shell: Shell) -> None:
-    # Whose next one is free as well, as far as one can know.
-    port = free_port()
+    # Whose next one is free as well; nobody is given one of these by chance.
+    port = quiet_port()
     words = ("worker", "sample.py:app", "--processes", "2", "--metrics-port", str(port))
     with shell.start(*words) as process:
         submit(shell, "add", b'{"a":1}', 4)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.core.states import FINAL, OPERATOR_PREFIX
 from holdfast.engine.port import Engine, FeedEntry
@@ -146,6 +147,7 @@ class Hub:
     async def _tail(self) -> None:
         backoff, loop = Backoff(), asyncio.get_running_loop()
         while True:
+            obey_cancellation()
             try:
                 if loop.time() >= self._look_at:
                     await self._look_for_queues()

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 from uuid import uuid4
 
+from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.outbox_store import Mark, OutboxEvent, OutboxStore, Status
@@ -92,6 +93,7 @@ class Relay:
         """Wake everybody when something was written."""
         backoff = Backoff()
         while True:
+            obey_cancellation()
             try:
                 await self._store.wait(_WAIT_S)
                 backoff.reset()
@@ -108,6 +110,7 @@ class Relay:
         serve them, or this one once it is told where they are."""
         told: set[str] = set()
         while True:
+            obey_cancellation()
             try:
                 unknown = {name for name in await self._store.destinations() if name not in self._outlets}
                 for name in sorted(unknown - told):
@@ -127,6 +130,7 @@ class Relay:
     async def _prune(self) -> None:
         keep_ms = round(self._settings.outbox_retention_s * 1000)
         while True:
+            obey_cancellation()
             gone = 0
             try:
                 gone = await self._store.prune(keep_ms, _PRUNE_LIMIT)
@@ -167,6 +171,7 @@ class _Line:
         try:
             while not self._stopped.is_set():
                 self._woken.clear()
+                obey_cancellation()
                 pause_s = await self._turn()
                 if pause_s > 0 and not self._stopped.is_set():
                     await _wait(self._woken, pause_s)

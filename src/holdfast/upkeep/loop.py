@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable
@@ -18,6 +19,7 @@ async def forever(name: str, turn: Callable[[], Awaitable[float]], wake: asyncio
     """Call `turn` until cancelled; it returns the seconds to its next turn, which `wake` cuts short."""
     backoff = Backoff()
     while True:
+        obey_cancellation()
         try:
             pause_s = await turn()
             backoff.reset()

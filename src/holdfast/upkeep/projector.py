@@ -28,6 +28,7 @@ from random import uniform
 from typing import Final
 from uuid import uuid4
 
+from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.engine.port import Engine, FeedEntry
 from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
@@ -115,6 +116,7 @@ class Projector:
         positions: dict[str, str] = {}
         try:
             while True:
+                obey_cancellation()
                 try:
                     await self._turn()
                     backoff.reset()

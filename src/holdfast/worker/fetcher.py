@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
+from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.core.job import Claim
 from holdfast.engine.port import MAX_BATCH, Engine
@@ -81,6 +82,7 @@ class Fetcher:
     async def run(self) -> None:
         """Fetch until cancelled. Never ends by itself."""
         while True:
+            obey_cancellation()
             try:
                 await self._turn()
             except EngineUnavailable as exc:
@@ -185,6 +187,7 @@ class Fetcher:
     async def _recover(self) -> None:
         """Wait and try until the engine answers; then start what its lost replies had given us."""
         while True:
+            obey_cancellation()
             await asyncio.sleep(self._backoff.next_s())
             try:
                 await self.recover_lost()

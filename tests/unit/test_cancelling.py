@@ -1,0 +1,27 @@
+"""A cancellation that a library swallows is obeyed all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from holdfast.upkeep.loop import forever
+
+
+async def test_a_loop_ends_although_a_library_makes_something_else_of_the_cancellation() -> None:
+    began = asyncio.Event()
+
+    async def turn() -> float:
+        began.set()
+        # As a driver does that is interrupted in the middle of a call.
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 0.0
+
+    loop = asyncio.create_task(forever("turning", turn))
+    await began.wait()
+    loop.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(loop, 5)
