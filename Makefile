@@ -31,7 +31,7 @@ demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the 
 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
 	@$(BIN)/python tools/servers.py ensure
-	$(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal -m 'not faults and not brokers and not search' --cov --cov-report= $(ARGS)
+	$(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal -m 'not faults and not brokers and not search' --cov --cov-report= --cov-fail-under=0 $(ARGS)
 	@nice -n 19 $(PYTEST) -n $(CORE_WORKERS) --dist load --maxschedchunk 1 --timeout 900 -m search $(ARGS) > $(SEARCH_LOG) 2>&1 & search=$$!; \
 	trap 'kill $$search 2>/dev/null' EXIT; set -x; \
 	$(PYTEST) -n $(CORE_WORKERS) --dist worksteal -m '(faults or brokers) and not search' --cov --cov-append --cov-report=term $(ARGS); \
