@@ -287,7 +287,7 @@ class Client:
     async def _learn(self, connection: Connection) -> None:
         try:
             await connection.learn()
-        except OSError as exc:
+        except (OSError, hiredis.ReplyError) as exc:
             raise translate(exc) from exc
 
     async def _connect(self, kind: type[Connection], address: Address) -> Connection:

@@ -19,6 +19,9 @@ import hiredis
 #: The incarnation of a server that does not tell it.
 UNTOLD: Final = b"1"
 
+#: What it says then: its user may not ask, or there is no such question.
+_NOT_TOLD: Final = ("NOPERM", "ERR unknown command")
+
 #: A reply that is due this long after its deadline ends the connection.
 _WATCH_INTERVAL_S: Final = 0.5
 
@@ -120,7 +123,9 @@ class Connection(asyncio.Protocol):
         that starts or is promoted takes a new replication id. No replica has an answer of its own."""
         try:
             info: bytes = await self.call(b"INFO", b"replication")
-        except hiredis.ReplyError:
+        except hiredis.ReplyError as exc:
+            if not str(exc).startswith(_NOT_TOLD):
+                raise
             self.incarnation = UNTOLD
             return
         said = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
