@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from benchmarks.markdown import about, lines
 from benchmarks.model import DBOS, PGQUEUER, PROCRASTINATE, SKETCH, Measure, Results
 from benchmarks.stages.audited import Audited
 from benchmarks.stages.durable import Durable
@@ -38,23 +39,12 @@ def main(files: Sequence[str]) -> int:
 def page(runs: Sequence[Results]) -> str:
     """The whole page; a stage that several runs have comes from the last of them."""
     parts = ["# The ledger, figures", "Written by `python -m benchmarks.page`; how to read it: [here](ledger.md)."]
-    parts += [_about(run) for run in runs]
+    parts += [about(run, _FACTS, "compare within one table only") for run in runs]
     for stage in _STAGES:
         having = [run for run in runs if any(run.sides(measure.key) for measure in stage.measures)]
         if having:
             parts += [f"## {stage.title}", *_tables(having[-1], stage.measures)]
     return "\n\n".join(parts) + "\n"
-
-
-def _about(run: Results) -> str:
-    known = {**run.machine, **run.settings}
-    facts = "; ".join(f"{name} {known[name]}" for name in _FACTS if name in known)
-    loops = [calibration.loop_ms for calibration in run.calibrations] or [0.0]
-    trips = [calibration.round_trip_us for calibration in run.calibrations] or [0.0]
-    return (
-        f"Run of {run.began_at}: {facts}. Calibration over the run: loop {min(loops):.1f} to {max(loops):.1f} ms, "
-        f"round trip {min(trips):.0f} to {max(trips):.0f} µs. Medians of the rounds; compare within one table only."
-    )
 
 
 def _tables(run: Results, measures: Sequence[Measure]) -> list[str]:
@@ -66,7 +56,7 @@ def _tables(run: Results, measures: Sequence[Measure]) -> list[str]:
 def _list(run: Results, measure: Measure) -> str:
     rows = [[measure.title, measure.unit], ["---"] * 2]
     rows += [[side, *_row(run, measure, [side])[1:]] for side in run.sides(measure.key)]
-    return _lines(rows)
+    return lines(rows)
 
 
 def _table(run: Results, measures: Sequence[Measure]) -> str:
@@ -75,11 +65,7 @@ def _table(run: Results, measures: Sequence[Measure]) -> str:
     rows = [["", *sides], ["---"] * (len(sides) + 1)]
     rows += [_row(run, measure, sides) for measure in measures if run.sides(measure.key)]
     rows += [_ratios(run, measures[0], side, sides) for side in _AGAINST if side in sides]
-    return _lines(rows)
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return lines(rows)
 
 
 def _row(run: Results, measure: Measure, sides: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks import versus_plot
+from benchmarks.markdown import about, lines
 from benchmarks.model import DBOS, OURS_LEDGER, OURS_REDIS, OURS_UPKEEP, PGQUEUER, PROCRASTINATE, Measure, Results
 from benchmarks.peers.field import ON_REDIS
 from benchmarks.stages.audited import Audited
@@ -84,7 +85,13 @@ def merged(runs: Sequence[Results]) -> Results:
 
 def page(run: Results, pictures: Sequence[str]) -> str:
     """The whole page."""
-    parts = ["# holdfast and its peers, figures", BEFORE, _about(run), "## What was to be reached", _targets_table(run)]
+    parts = [
+        "# holdfast and its peers, figures",
+        BEFORE,
+        about(run, _FACTS, "in brackets the ratio to the first row of the table"),
+        "## What was to be reached",
+        _targets_table(run),
+    ]
     parts += ["## Where a peer is ahead", *_ahead(run)]
     parts += [f"![{Path(name).stem}]({name})" for name in pictures]
     for stage in _STAGES:
@@ -173,7 +180,7 @@ def _targets_table(run: Results) -> str:
         if target.unit == "jobs" and target.measured is not None:
             measured = f"{target.measured:,.0f} jobs"
         rows.append([target.what, f"{sign}{target.must:g} {target.unit}", measured, target.said])
-    return _lines(rows)
+    return lines(rows)
 
 
 def _table(run: Results, measures: Sequence[Measure]) -> str:
@@ -183,7 +190,7 @@ def _table(run: Results, measures: Sequence[Measure]) -> str:
     heads = [f"{measure.title}, {measure.unit}" for measure in used]
     rows = [["", *heads], ["---", *["---:"] * len(heads)]]
     rows += [[side, *(_cell(run, measure, side, sides[0]) for measure in used)] for side in sides]
-    return _lines(rows)
+    return lines(rows)
 
 
 def _cell(run: Results, measure: Measure, side: str, first: str) -> str:
@@ -201,19 +208,7 @@ def _who(run: Results) -> str:
     for side, words in field.items():
         keys = ("version", "store", "settings", "bulk", "slow", "tuned")
         rows.append([side, *(str(words[key]) or "nothing to set" for key in keys)])
-    return _lines(rows)
-
-
-def _about(run: Results) -> str:
-    known = {**run.machine, **run.settings}
-    facts = "; ".join(f"{name} {known[name]}" for name in _FACTS if name in known)
-    loops = [calibration.loop_ms for calibration in run.calibrations] or [0.0]
-    trips = [calibration.round_trip_us for calibration in run.calibrations] or [0.0]
-    return (
-        f"Run of {run.began_at}: {facts}. Calibration over the run: loop {min(loops):.1f} to {max(loops):.1f} ms, "
-        f"round trip {min(trips):.0f} to {max(trips):.0f} µs. Medians of the rounds; in brackets the ratio to the "
-        "first row of the table."
-    )
+    return lines(rows)
 
 
 def _rivals(run: Results, store: str = "") -> list[str]:
@@ -234,10 +229,6 @@ def _times(run: Results, key: str, ours: str, rivals: Sequence[str]) -> float | 
 def _median(run: Results, key: str, side: str) -> float | None:
     summary = run.summary(key, side)
     return None if summary is None else summary.median
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":
