@@ -40,7 +40,7 @@ class Audit:
         self._hall.results.settings.setdefault("PostgreSQL", self._hall.postgres.description)
         if not self._hall.postgres.has(_TEMPLATE):
             self._template.reset()
-            asyncio.run(_migrate(self._template.url))
+            asyncio.run(migrate(self._template.url))
 
     def reset(self) -> None:
         """Empty, both."""
@@ -93,7 +93,8 @@ def keeper(side: Contestant) -> Iterator[Child]:
         yield child
 
 
-async def _migrate(url: str) -> None:
+async def migrate(url: str) -> None:
+    """Make the ledger's tables."""
     store = migration_store(url)
     try:
         await up(store)

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from sqlalchemy import select
 
+from benchmarks.audit import migrate
 from benchmarks.failover_jobs import RUNS_VARIABLE, runs
 from benchmarks.failover_load import Accepted, Load
 from holdfast import Holdfast
@@ -36,7 +37,6 @@ from holdfast.chaos.topologies import ClusterRedis, Topology, make_topology
 from holdfast.core.names import queue_prefix
 from holdfast.core.states import RESTORED_EVENT
 from holdfast.errors import LedgerUnavailable, Unavailable
-from holdfast.ledger.migrate import migration_store, up
 from holdfast.ledger.schema import job_events, jobs
 from holdfast.ledger.verify import Report, verify_ledger
 from tools.servers import POSTGRES, find
@@ -232,7 +232,7 @@ async def _deployed(options: Options) -> AsyncIterator[Deployment]:
             postgres = PostgresServer(binary)
             stack.callback(postgres.remove)
             postgres.start()
-            await _migrate(postgres.url)
+            await migrate(postgres.url)
             redis = {"aof": True, "options": NEVER_ALONE if options.min_replicas else {}}
             topology = make_topology(options.topology, scratch / "redis", **redis)
             stack.callback(topology.stop)
@@ -275,14 +275,6 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         worker.kill()
         worker.wait()
-
-
-async def _migrate(url: str) -> None:
-    store = migration_store(url)
-    try:
-        await up(store)
-    finally:
-        await store.close()
 
 
 # Printing --------------------------------------------------------------------------------------------

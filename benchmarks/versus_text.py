@@ -21,6 +21,9 @@ Most peers do less for each job than holdfast does in these figures:
   pop a job before it runs (what a crash then loses is in the table of the kill), or keep a copy aside without a fence.
 - **Audit**: holdfast writes every move to its feed, with the ledger to PostgreSQL. Of the peers only pgqueuer,
   procrastinate and DBOS keep a history, in the store that they have their jobs in.
+- **Lost** is what had not finished 60 s after the kill. By their own default timeouts some peers give such a job out
+  again later: streaq and dramatiq after a minute, docket and arq after five, taskiq after ten, celery after an hour
+  what it had fetched and not begun.
 - Retries with back-off, dead letters, idempotency keys, priorities and fair turns of tenants are on at holdfast; no-ops
   do not exercise them, anywhere.
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from benchmarks.endurance.model import Endurance
 from benchmarks.endurance.submitter import DELAY_S, DELAYED, FAILING, FLAKY, KEYED
+from benchmarks.endurance.verdict import TOO_SHORT
 
 _MB: Final = "bytes"
 #: Title → what the names of its series end with, and what they are divided by.
@@ -31,7 +32,6 @@ def write(path: Path, found: Endurance) -> None:
 def text(found: Endurance, picture: str) -> str:
     """The page."""
     facts = found.machine
-    grew = [name for name, verdict in found.verdicts.items() if verdict.fails]
     mix = ", ".join(f"{count:,} {kind}" for kind, count in found.submitted.items())
     made = (
         "Written by `make endurance`; how to run it again, and the rule by which a series counts as growing: "
@@ -54,11 +54,20 @@ def text(found: Endurance, picture: str) -> str:
         "of the whole run. What is only reported is not judged: the ledger is meant to grow until its rows expire, and "
         "PostgreSQL keeps the space of those that did for new ones."
     )
-    said = f"**{'Growing: ' + ', '.join(grew) if grew else 'Nothing grows.'}**"
+    said = f"**{_said(found)}**"
     failed = [f"Failed: {failure}" for failure in found.failures]
     parts = ["# A long run, figures", made, where, what, said, *failed]
     parts += [f"![every series over time]({picture})", table(found), how]
     return "\n\n".join(parts) + "\n"
+
+
+def _said(found: Endurance) -> str:
+    grew = [name for name, verdict in found.verdicts.items() if verdict.fails]
+    if grew:
+        return f"Growing: {', '.join(grew)}"
+    # Too few looks are no proof of anything.
+    short = any(verdict.word == TOO_SHORT for verdict in found.verdicts.values())
+    return "Too short to say what grows." if short else "Nothing grows."
 
 
 def table(found: Endurance) -> str:

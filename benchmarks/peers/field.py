@@ -27,9 +27,9 @@ class Peer:
     bulk: str
     #: Ten at a time, for the test with kill -9, at its defaults.
     slow: str
-    #: What else is set against crashes as "(tuned)"; empty where its documentation has nothing to set.
+    #: What else is set against crashes as "(tuned)"; empty where its documentation has nothing that acts in time.
     tuned: str = ""
-    #: Slow ones get a share of the jobs: a rate does not need as many.
+    #: Slow ones get a share of the jobs in bulk: a rate does not need as many.
     share: float = 1.0
     #: On PostgreSQL: how many jobs are not settled in its own tables.
     left: str = ""
@@ -87,10 +87,10 @@ FIELD: Final = (
         "taskiq",
         "taskiq",
         ON_REDIS,
-        "stream broker, 100 coroutines, results off, uvloop",
+        "stream broker, 100 coroutines, results and parsing of arguments off, uvloop",
         _ONE_BY_ONE,
         "10 coroutines",
-        "idle timeout 10 s (ten minutes), lock timeout 5 s (none), 1 fetched at once (100)",
+        "idle timeout 10 s (ten minutes), lock timeout 5 s (none), 1 fetched at once (100); looks when new ones come",
         share=0.4,
     ),
     Peer(
@@ -168,7 +168,7 @@ FIELD: Final = (
         DBOS,
         ON_POSTGRES,
         "100 workflows in threads, poll 10 ms",
-        "20 threads at once: it has no call for many",
+        "100 enqueued in a transaction",
         "10 workflows in threads, poll 10 ms",
         share=0.05,
         left="SELECT count(*) FROM dbos.workflow_status WHERE status <> 'SUCCESS'",

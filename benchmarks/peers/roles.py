@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, NoReturn
 
@@ -28,6 +28,8 @@ from benchmarks.usage import descendants, resident_bytes
 
 Send = Callable[..., Awaitable[object]]
 Role = Callable[[Spec], Any]
+#: What a peer's tasks are made of: `noop`, `stamp` and `slow`, to be registered under their own names.
+Jobs = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
 
 def main(roles: Mapping[str, Role]) -> None:
@@ -90,6 +92,48 @@ class Record:
         """Of the jobs since the last question."""
         late_ns, self._late_ns = self._late_ns, []
         return {"late_ns": late_ns}
+
+
+def jobs_in_loop(record: Record | None) -> Jobs:
+    """The three jobs as coroutines. Without a record they are only to be known by name: who submits runs none."""
+
+    async def noop(argument: dict[str, Any]) -> None:
+        if record is not None:
+            record.count()
+
+    async def stamp(sent_ns: int) -> None:
+        if record is not None:
+            record.stamp(sent_ns)
+
+    async def slow(number: int) -> None:
+        if record is not None:
+            await record.slow(number)
+
+    return noop, stamp, slow
+
+
+def jobs_in_threads(record: Record | None) -> Jobs:
+    """The same as functions that block, in one thread or several."""
+
+    def noop(argument: dict[str, Any]) -> None:
+        if record is not None:
+            record.count_in_threads()
+
+    def stamp(sent_ns: int) -> None:
+        if record is not None:
+            record.stamp(sent_ns)
+
+    def slow(number: int) -> None:
+        if record is not None:
+            record.slow_in_thread(number)
+
+    return noop, stamp, slow
+
+
+def parts(jobs: int, size: int) -> Iterator[int]:
+    """So many jobs in calls of this size: how many in each."""
+    for start in range(0, jobs, size):
+        yield min(size, jobs - start)
 
 
 async def produce_by(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from celery import Celery, group  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, is_tuned, main, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, parts, produce_by, work_beside
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -30,22 +30,8 @@ def _app(spec: Spec, record: Record | None = None) -> Any:
             worker_prefetch_multiplier=1,
             broker_transport_options=_TRANSPORT,
         )
-
-    @app.task(name="noop")
-    def noop(argument: dict[str, Any]) -> None:
-        if record is not None:
-            record.count()
-
-    @app.task(name="stamp")
-    def stamp(sent_ns: int) -> None:
-        if record is not None:
-            record.stamp(sent_ns)
-
-    @app.task(name="slow")
-    def slow(number: int) -> None:
-        if record is not None:
-            record.slow_in_thread(number)
-
+    for function in jobs_in_threads(record):
+        app.task(function, name=function.__name__)
     return app
 
 
@@ -54,8 +40,8 @@ async def produce(spec: Spec) -> None:
     tasks = _app(spec).tasks
 
     def bulk(jobs: int) -> None:
-        for start in range(0, jobs, _PART):
-            group(tasks["noop"].s(ARGUMENT) for _ in range(min(_PART, jobs - start))).apply_async()
+        for count in parts(jobs, _PART):
+            group(tasks["noop"].s(ARGUMENT) for _ in range(count)).apply_async()
 
     noop, stamp, slow = (blocking(tasks[name].delay) for name in ("noop", "stamp", "slow"))
     await produce_by(noop=noop, stamp=stamp, slow=slow, bulk=blocking(bulk))

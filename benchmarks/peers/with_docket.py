@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from docket import Docket, Worker  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, is_tuned, main, produce_by, work_in_loop
+from benchmarks.peers.roles import Record, is_tuned, jobs_in_loop, main, produce_by, work_in_loop
 from benchmarks.sides.channel import ARGUMENT, Spec, in_parallel
 from benchmarks.sides.diary import AT_ONCE
 
@@ -23,22 +23,10 @@ _REDELIVERY: Final = timedelta(seconds=10)
 
 def _docket(spec: Spec, record: Record | None = None) -> tuple[Docket, Any, Any, Any]:
     docket = Docket(name="bench", url=spec.url, execution_ttl=timedelta(0))
-
-    async def noop(argument: dict[str, Any]) -> None:
-        if record is not None:
-            record.count()
-
-    async def stamp(sent_ns: int) -> None:
-        if record is not None:
-            record.stamp(sent_ns)
-
-    async def slow(number: int) -> None:
-        if record is not None:
-            await record.slow(number)
-
-    for function in (noop, stamp, slow):
+    functions = jobs_in_loop(record)
+    for function in functions:
         docket.register(function)
-    return docket, noop, stamp, slow
+    return (docket, *functions)
 
 
 async def produce(spec: Spec) -> None:

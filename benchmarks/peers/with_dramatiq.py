@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any, Final
 
-from benchmarks.peers.roles import Record, blocking, is_tuned, main, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, produce_by, work_beside
 from benchmarks.sides.channel import Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -35,19 +35,7 @@ def _actors(spec: Spec, record: Record | None = None) -> tuple[Any, Any, Any, An
     broker = RedisBroker(url=spec.url, **tuned)
     dramatiq.set_broker(broker)
 
-    def noop(argument: dict[str, Any]) -> None:
-        if record is not None:
-            record.count()
-
-    def stamp(sent_ns: int) -> None:
-        if record is not None:
-            record.stamp(sent_ns)
-
-    def slow(number: int) -> None:
-        if record is not None:
-            record.slow_in_thread(number)
-
-    return (broker, *(dramatiq.actor(function, broker=broker) for function in (noop, stamp, slow)))
+    return (broker, *(dramatiq.actor(function, broker=broker) for function in jobs_in_threads(record)))
 
 
 async def produce(spec: Spec) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from huey import RedisHuey  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, main, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, jobs_in_threads, main, produce_by, work_beside
 from benchmarks.sides.channel import Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -20,19 +20,7 @@ def _huey(spec: Spec, record: Record | None = None) -> tuple[Any, Any, Any, Any]
     huey = RedisHuey("bench", url=spec.url, results=False)
     logging.getLogger("huey").setLevel(logging.ERROR)
 
-    def noop(argument: dict[str, Any]) -> None:
-        if record is not None:
-            record.count()
-
-    def stamp(sent_ns: int) -> None:
-        if record is not None:
-            record.stamp(sent_ns)
-
-    def slow(number: int) -> None:
-        if record is not None:
-            record.slow_in_thread(number)
-
-    return (huey, *(huey.task(name=function.__name__)(function) for function in (noop, stamp, slow)))
+    return (huey, *(huey.task(name=function.__name__)(function) for function in jobs_in_threads(record)))
 
 
 async def produce(spec: Spec) -> None:

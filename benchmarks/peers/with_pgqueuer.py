@@ -10,7 +10,7 @@ import msgspec
 from pgqueuer import PgQueuer, Queries  # type: ignore[import-not-found]
 from pgqueuer.models import Job  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, is_tuned, main, produce_by, work_in_loop
+from benchmarks.peers.roles import Record, is_tuned, main, parts, produce_by, work_in_loop
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -37,8 +37,7 @@ async def produce(spec: Spec) -> None:
 
     async def bulk(jobs: int) -> None:
         payload = msgspec.json.encode(ARGUMENT)
-        for start in range(0, jobs, _PART):
-            count = min(_PART, jobs - start)
+        for count in parts(jobs, _PART):
             await queries.enqueue(["noop"] * count, [payload] * count, [0] * count)
 
     await produce_by(noop=noop, stamp=stamp, slow=slow, bulk=bulk, install=queries.install)

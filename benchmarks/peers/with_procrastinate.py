@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import procrastinate  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, is_tuned, main, produce_by, work_in_loop
+from benchmarks.peers.roles import Record, is_tuned, main, parts, produce_by, work_in_loop
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -58,8 +58,8 @@ async def produce(spec: Spec) -> None:
         await tasks["slow"].defer_async(number=number)
 
     async def bulk(jobs: int) -> None:
-        for start in range(0, jobs, _PART):
-            await tasks["noop"].batch_defer_async(*([ARGUMENT] * min(_PART, jobs - start)))
+        for count in parts(jobs, _PART):
+            await tasks["noop"].batch_defer_async(*([ARGUMENT] * count))
 
     async with app.open_async():
         install = app.schema_manager.apply_schema_async

@@ -1,4 +1,8 @@
-"""rq: `SimpleWorker`, which runs jobs in its own process, results off; ten forking workers in the kill test."""
+"""rq: `SimpleWorker`, which runs jobs in its own process, results off; ten forking workers in the kill test.
+
+Nothing can be set against crashes that would act within the test's minute: a job with retries left is queued again, but
+no sooner than 60 s after its dead worker's last sign of life, whatever is set.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from redis import Redis
 from rq import Queue, SimpleWorker  # type: ignore[import-not-found]
 from rq.worker_pool import WorkerPool  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, main, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, main, parts, produce_by, work_beside
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -42,12 +46,10 @@ async def produce(spec: Spec) -> None:
     one = partial(queue.enqueue, result_ttl=0)
 
     def bulk(jobs: int) -> None:
-        for start in range(0, jobs, _PART):
-            data = [
-                Queue.prepare_data(f"{_JOBS}.noop", args=(ARGUMENT,), result_ttl=0)
-                for _ in range(min(_PART, jobs - start))
-            ]
-            queue.enqueue_many(data)
+        for count in parts(jobs, _PART):
+            queue.enqueue_many(
+                [Queue.prepare_data(f"{_JOBS}.noop", args=(ARGUMENT,), result_ttl=0) for _ in range(count)]
+            )
 
     await produce_by(
         noop=blocking(partial(one, f"{_JOBS}.noop")),

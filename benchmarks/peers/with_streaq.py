@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from streaq import Worker  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, is_tuned, main, produce_by, work_in_loop
+from benchmarks.peers.roles import Record, is_tuned, jobs_in_loop, main, parts, produce_by, work_in_loop
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -19,20 +19,7 @@ _IDLE_S: Final = 10
 def _worker(spec: Spec, concurrency: int, record: Record | None = None) -> tuple[Any, Any, Any, Any]:
     tuned: dict[str, Any] = {"idle_timeout": _IDLE_S} if is_tuned(spec) else {}
     worker: Any = Worker(redis_url=spec.url, concurrency=concurrency, handle_signals=False, **tuned)
-
-    async def noop(argument: dict[str, Any]) -> None:
-        if record is not None:
-            record.count()
-
-    async def stamp(sent_ns: int) -> None:
-        if record is not None:
-            record.stamp(sent_ns)
-
-    async def slow(number: int) -> None:
-        if record is not None:
-            await record.slow(number)
-
-    tasks = [worker.task(name=function.__name__, ttl=0, silent=True)(function) for function in (noop, stamp, slow)]
+    tasks = [worker.task(name=function.__name__, ttl=0, silent=True)(function) for function in jobs_in_loop(record)]
     return (worker, *tasks)
 
 
@@ -41,8 +28,8 @@ async def produce(spec: Spec) -> None:
     worker, noop, stamp, slow = _worker(spec, _CONCURRENCY)
 
     async def bulk(jobs: int) -> None:
-        for start in range(0, jobs, _PART):
-            await worker.enqueue_many([noop.enqueue(ARGUMENT) for _ in range(min(_PART, jobs - start))])
+        for count in parts(jobs, _PART):
+            await worker.enqueue_many([noop.enqueue(ARGUMENT) for _ in range(count)])
 
     async with worker:
         await produce_by(noop=noop.enqueue, stamp=stamp.enqueue, slow=slow.enqueue, bulk=bulk)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from taskito import Queue  # type: ignore[import-not-found]
 
-from benchmarks.peers.roles import Record, blocking, is_tuned, main, produce_by, work_beside
+from benchmarks.peers.roles import Record, blocking, is_tuned, jobs_in_threads, main, parts, produce_by, work_beside
 from benchmarks.sides.channel import ARGUMENT, Spec
 from benchmarks.sides.diary import AT_ONCE
 
@@ -23,20 +23,8 @@ def _queue(spec: Spec, record: Record | None = None, **settings: Any) -> tuple[A
     logging.getLogger("taskito").setLevel(logging.ERROR)
     queue = Queue(backend="redis", db_url=spec.url, result_ttl=0, **settings)
 
-    def noop(argument: dict[str, Any]) -> None:
-        if record is not None:
-            record.count_in_threads()
-
-    def stamp(sent_ns: int) -> None:
-        if record is not None:
-            record.stamp(sent_ns)
-
-    def slow(number: int) -> None:
-        if record is not None:
-            record.slow_in_thread(number)
-
     tuned: dict[str, Any] = {"timeout": _TIMEOUT_S} if is_tuned(spec) else {}
-    return (queue, *(queue.task(name=function.__name__, **tuned)(function) for function in (noop, stamp, slow)))
+    return (queue, *(queue.task(name=function.__name__, **tuned)(function) for function in jobs_in_threads(record)))
 
 
 async def produce(spec: Spec) -> None:
@@ -44,8 +32,8 @@ async def produce(spec: Spec) -> None:
     _, noop, stamp, slow = _queue(spec)
 
     def bulk(jobs: int) -> None:
-        for start in range(0, jobs, _PART):
-            noop.map([(ARGUMENT,)] * min(_PART, jobs - start))
+        for count in parts(jobs, _PART):
+            noop.map([(ARGUMENT,)] * count)
 
     await produce_by(
         noop=blocking(noop.delay), stamp=blocking(stamp.delay), slow=blocking(slow.delay), bulk=blocking(bulk)

@@ -1,7 +1,7 @@
 """holdfast beside every other task system, on the same Redis or PostgreSQL: submit, drain, latency, kill -9.
 
 All sides have the same task and argument, one process a worker, and a store that is empty at the start. Slow ones get
-fewer jobs (`Peer.share`): a rate does not need as many.
+fewer jobs in bulk (`Peer.share`): a rate does not need as many.
 """
 
 from __future__ import annotations
@@ -162,13 +162,13 @@ class Rivals(Stage):
         jobs, said = bulk_jobs, ""
         with side.producer() as producer:
             if workers == 1:
-                single_jobs = max(_LEAST, round(options.single_jobs * share))
                 producer.call("single", jobs=_WARM_UP)
-                single = producer.call("single", jobs=single_jobs)["rate"]
+                single = producer.call("single", jobs=options.single_jobs)["rate"]
                 bulk = producer.call("bulk", jobs=bulk_jobs)["rate"]
                 add("peers.single", single)
                 add("peers.bulk", bulk)
-                jobs, said = _WARM_UP + single_jobs + bulk_jobs, f"submit {single:,.0f} · {bulk:,.0f} /s · "
+                jobs += _WARM_UP + options.single_jobs
+                said = f"submit {single:,.0f} · {bulk:,.0f} /s · "
             else:
                 producer.call("bulk", jobs=bulk_jobs)
         drained = drain(side, workers, jobs, self._hall.board)
@@ -207,7 +207,7 @@ class Killed(Stage):
     """Slow jobs, ten at a time; the worker is killed with -9 and another one started at once."""
 
     name = "peers-kill"
-    title = f"Killed with -9: {SLOW_JOBS} jobs of 50 ms, ten at a time, after {KILL_AFTER_S} s"
+    title = f"Killed with -9: {SLOW_JOBS} jobs of 50 ms, ten at a time, after {KILL_AFTER_S} s; one round"
     measures = (
         Measure("kill.lost", f"lost: not finished {WAIT_S:.0f} s later", "jobs"),
         Measure("kill.again", "finished before and run again", "jobs"),

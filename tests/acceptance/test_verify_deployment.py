@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from holdfast.acceptance.run import verify_deployment
 from holdfast.chaos.servers import RedisServer, free_port
 from holdfast.core.verdict import Answer, Settlement, Succeed
 from holdfast.engine.redis.settling import Settling
+from holdfast.errors import LedgerUnavailable
+from holdfast.ledger.postgres.store import StoreOptions
 from tests.cli.harness import environment
 from tests.servers import find_server
 from tests.worker.support import working
@@ -130,8 +133,10 @@ async def test_all_is_well_on_redis_and_postgres_beside_a_busy_deployment(
         await redis.flushdb()
 
 
-async def test_all_is_well_on_redis_alone(durable_redis: str) -> None:
-    report = await verify_deployment(Settings(url=durable_redis, ledger=None))
+async def test_all_is_well_on_redis_alone_whatever_its_names_are(durable_redis: str) -> None:
+    """With names of the deployment's own, and without a stream of dead letters."""
+    settings = Settings(url=durable_redis, stream_task="tasks", stream_result="results", stream_dlq="", group="theirs")
+    report = await verify_deployment(settings)
     assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
     assert verdicts(report, Verdict.NOT_APPLICABLE) == REMEMBERED | {"ledger.tables"}
     assert "HOLDFAST_LEDGER" in seen(report, "L2")
@@ -266,7 +271,8 @@ async def test_what_a_killed_run_left_is_removed_by_the_next_one(
             await connection.execute(f"CREATE SCHEMA {schema_of(name)}")
         await redis.set("theirs", "x")
         try:
-            room = await Room.open(Settings(url=durable_redis, ledger=postgres_url))
+            room = Room(Settings(url=durable_redis, ledger=postgres_url))
+            await room.make()
             await room.remove()
             assert len(room.notes) == 2
             assert all(old in note or schema_of(old) in note for note in room.notes)
@@ -280,9 +286,34 @@ async def test_what_a_killed_run_left_is_removed_by_the_next_one(
             await connection.close()
     file = tmp_path / f"{old}.engine.db"
     file.write_bytes(b"")
-    room = await Room.open(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
+    room = Room(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
+    await room.make()
     await room.remove()
     assert files(tmp_path) == []
+
+
+async def test_what_cannot_be_removed_is_told_and_a_silent_server_is_not_waited_for(
+    durable_redis: str, make_postgres: Any
+) -> None:
+    server = make_postgres()
+    room = Room(Settings(url=durable_redis, ledger=server.url))
+    await room.make()
+    side = PostgresSide(server.url, StoreOptions(1, 0.3, 0.3))
+    assert not await side.missing_right()
+    server.pause()
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(LedgerUnavailable):
+                await side.remove(schema_of(room.name))
+    finally:
+        server.resume()
+    await side.close()
+    server.kill()
+    await room.remove()
+    (told,) = room.left
+    assert room.name in told
+    assert "PostgreSQL" in told
+    assert await keys(durable_redis) == set()
 
 
 # The command -----------------------------------------------------------------------------------------
@@ -369,9 +400,38 @@ async def test_an_interrupted_run_removes_everything(
     assert not any(map(is_alive, ours))
 
 
+def test_a_paused_worker_process_does_not_outlive_a_killed_check(tmp_path: Path) -> None:
+    """It cannot hear that nobody is there any more."""
+    settings = Settings(url=f"sqlite:///{tmp_path}/jobs.db").model_dump_json()
+    check = (
+        "import os, signal, subprocess, sys\n"
+        "words = [sys.executable, '-m', 'holdfast.acceptance.child', 'any']\n"
+        "child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "child.stdin.write(sys.argv[1].encode() + b'\\n')\n"
+        "child.stdin.flush()\n"
+        "assert child.stdout.readline() == b'ready\\n'\n"
+        "os.kill(child.pid, signal.SIGSTOP)\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    shell = environment(Path("/nonexistent"))
+    done = subprocess.run(
+        [sys.executable, "-c", check, settings], env=shell, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    deadline = time.monotonic() + 10
+    while is_alive(pid := int(done.stdout)):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("it is still there")
+        time.sleep(0.02)
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    """Ended processes whose parent has not looked yet are not."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -47,27 +47,41 @@ def test_where_a_peer_is_ahead_is_said_of_more_and_of_less() -> None:
         latency_p50={OURS_REDIS: 1.0, "huey": 0.9, DBOS: 16.0},
         kill_begun={OURS_REDIS: 10, "huey": 0},
         peers_bulk={OURS_REDIS: 100_000, "huey": 8_000},
+        # Behind one side of ours, and far ahead of the other.
+        peers_1={OURS_REDIS: 50_000, OURS_LEDGER: 1_000, "huey": 2_000, PGQUEUER: 18_000},
     )
-    one_by_one, latency = ahead(found)
+    one_by_one, drain, latency = ahead(found)
     assert "submit one by one" in one_by_one
     assert "huey 8,000 (2.00 ×)" in one_by_one
     assert PGQUEUER not in one_by_one
+    assert f"{PGQUEUER} 18,000 (18.00 ×), huey 2,000 (2.00 ×) against 1,000 of {OURS_LEDGER}" in drain
     assert "huey 0.90 (1.11 ×, a tie)" in latency
     assert DBOS not in latency
 
 
 def test_the_page_has_every_side_and_what_failed() -> None:
-    found = run(peers_1={OURS_REDIS: 30_000, "huey": 3_000})
+    found = run(peers_1={OURS_REDIS: 30_000, "huey": 3_000}, kill_begun={OURS_REDIS: 10, "huey": 5})
     found.failures.append("rq: (not installed: no wheel)\nmore")
-    text = page(found, ["peers-drain.svg"])
-    assert "| huey | 3,000 (0.10 ×) |" in text
+    found = merged([found, run(peers_single={OURS_REDIS: 5_970, "huey": 10_000})])
+    text = page([found], ["peers-drain.svg"])
+    # Rounded it would look as if it were met.
+    assert "| 0.6 × | 0.597 × | **not met** |" in text
+    assert "| huey | 10,000 (1.68 ×) | 3,000 (0.10 ×) |" in text
+    # Not compared, so without a ratio.
+    assert "| huey | 5 |" in text
     assert "![peers-drain](peers-drain.svg)" in text
     assert "- rq: (not installed: no wheel)" in text
     assert "more" not in text.splitlines()
 
 
 def test_several_runs_become_one() -> None:
-    first, last = run(peers_1={OURS_REDIS: 1, "huey": 2}), run(peers_2={OURS_REDIS: 3})
+    first = run(peers_1={OURS_REDIS: 1, "huey": 2}, peers_2={OURS_REDIS: 5})
+    last = run(peers_2={OURS_REDIS: 3})
+    last.began_at = "2026-11-17T00:00:00+00:00"
     whole = merged([first, last])
-    assert {summary.measure for summary in whole.summaries} == {"peers.1", "peers.2"}
-    assert whole.began_at == last.began_at
+    assert {(each.measure, each.median) for each in whole.summaries} == {("peers.1", 1), ("peers.1", 2), ("peers.2", 3)}
+    text = page([first, last], [])
+    # Nothing is told without its date.
+    assert f"Run of {first.began_at}" in text
+    assert f"Run of {last.began_at}" in text
+    assert "comes from the last of them" in text

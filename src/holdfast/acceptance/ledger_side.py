@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from holdfast.acceptance.naming import is_left_over, schema_of
 from holdfast.errors import HoldfastError
-from holdfast.ledger.migrate import migration_store, status, up
-from holdfast.ledger.postgres.store import PostgresStore
+from holdfast.ledger.migrate import status, up
+from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
 from holdfast.ledger.schema import jobs
 
 _MAY_CREATE: Final = """
@@ -21,6 +21,7 @@ SELECT current_user AS role, current_database() AS base,
        has_database_privilege(current_database(), 'CREATE') AS allowed
 """
 _SCHEMAS: Final = "SELECT nspname AS name FROM pg_namespace WHERE pg_has_role(nspowner, 'MEMBER')"
+_THERE: Final = "SELECT 1 FROM pg_namespace WHERE nspname = $1"
 _MISSING: Final = """
 SELECT wanted.name AS name, wanted.kind AS kind, current_user AS role
 FROM unnest($1::text[]) AS tables (name), LATERAL (
@@ -41,11 +42,12 @@ def with_schema(url: str, schema: str) -> str:
 
 
 class PostgresSide:
-    """A run's hand on the ledger's database."""
+    """A run's hand on the ledger's database. A server that is silent counts as down here, as it does for a worker."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: StoreOptions | None = None) -> None:
         self._url = url
-        self._store: PostgresStore = migration_store(url)
+        self._options = options or StoreOptions()
+        self._store = PostgresStore(url, self._options)
 
     async def close(self) -> None:
         await self._store.close()
@@ -66,7 +68,7 @@ class PostgresSide:
         schema = schema_of(name)
         await self._store.execute(f'CREATE SCHEMA "{schema}"')
         url = with_schema(self._url, schema)
-        store = migration_store(url)
+        store = PostgresStore(url, self._options)
         try:
             await up(store)
         finally:
@@ -75,7 +77,9 @@ class PostgresSide:
 
     async def remove(self, schema: str) -> None:
         """Drop it with all that is in it; nothing happens if it is not there."""
-        await self._store.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')
+        # Asked first: a database that lets nobody write has nothing of ours, and would refuse the statement.
+        if await self._store.fetch(_THERE, schema):
+            await self._store.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')
 
     async def left_over(self, now_ms: int) -> list[str]:
         """Schemas of runs that were killed before they had removed everything."""

@@ -1,13 +1,15 @@
 """Where a run lives: a namespace, a schema or a file of its own on the deployment's servers, and how it goes again.
 
-`open` makes it, `remove` leaves nothing of it. The deployment's own jobs, tables and files are not touched: no key
+`make` makes it, `remove` leaves nothing of it. The deployment's own jobs, tables and files are not touched: no key
 without the run's name is written or deleted, except for the one that lists the runs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -17,6 +19,7 @@ from holdfast.acceptance.naming import PREFIX, is_left_over, new_name, schema_of
 from holdfast.acceptance.redis_side import RedisSide
 from holdfast.engine.factory import sqlite_path
 from holdfast.errors import HoldfastError, InvalidOption
+from holdfast.ledger.postgres.store import StoreOptions
 from holdfast.settings import Settings
 
 #: Queues of a run. None is the default one: their names carry a hash tag on every kind of Redis.
@@ -62,10 +65,10 @@ _OVERRIDES: Final[dict[str, Any]] = {
 
 
 class Room:
-    """One run's place."""
+    """One run's place. `remove` it however far `make` has come."""
 
-    def __init__(self, deployment: Settings, name: str) -> None:
-        self.name = name
+    def __init__(self, deployment: Settings) -> None:
+        self.name = new_name(_now_ms())
         self.deployment = deployment
         #: Those of the run; its ledger is None if there is none, or none can be made.
         self.settings = deployment
@@ -73,40 +76,37 @@ class Room:
         self.postgres: PostgresSide | None = None
         #: Why there is no ledger although the deployment has one.
         self.no_ledger = ""
-        #: What killed runs had left, and other things worth saying.
+        #: What killed runs had left, and was removed.
         self.notes: list[str] = []
+        #: What of this run could not be removed, and what becomes of it.
+        self.left: list[str] = []
+        #: Whether anything may have been written there.
+        self._in_redis = self._in_postgres = False
         self._folders: set[Path] = set()
 
-    @classmethod
-    async def open(cls, deployment: Settings) -> Room:
-        """Make it. Raises `EngineUnavailable` or `LedgerUnavailable` if a server does not answer."""
-        room = cls(deployment, new_name(_now_ms()))
-        try:
-            await room._make()
-        except BaseException:
-            await room.remove()
-            raise
-        return room
-
     async def remove(self) -> None:
-        """Everything of the run is gone after this. What cannot be removed is told in `notes`."""
-        for what, step in (
-            ("Redis", self._leave_redis),
-            ("PostgreSQL", self._leave_postgres),
-        ):
-            try:
-                await step()
-            except HoldfastError as exc:
-                self.notes.append(
-                    f"what the run wrote in {what} under the name {self.name} could not be removed: {exc}. "
-                    "The next run removes it, an hour from now or later"
-                )
+        """Everything of the run is gone after this. What cannot be removed is told in `left`."""
+        # At once: a server that is silent is waited for, and the other may be, too.
+        await asyncio.gather(
+            self._gone("Redis", self._leave_redis()),
+            self._gone("PostgreSQL", self._leave_postgres()),
+        )
         for folder in self._folders:
             _remove_files(folder, self.name)
 
+    async def _gone(self, what: str, leaving: Awaitable[None]) -> None:
+        try:
+            await leaving
+        except HoldfastError as exc:
+            self.left.append(
+                f"what the run wrote in {what} under the name {self.name} could not be removed: {exc}. "
+                "The next run removes it, an hour from now or later"
+            )
+
     # Making ----------------------------------------------------------------------------------------
 
-    async def _make(self) -> None:
+    async def make(self) -> None:
+        """Raises `EngineUnavailable` or `LedgerUnavailable` if a server does not answer."""
         given = {**_values(self.deployment), **_OVERRIDES, "namespace": self.name, "ledger": None}
         if self.deployment.url.startswith("sqlite:"):
             given["url"] = self._file(self.deployment.url, "engine")
@@ -128,16 +128,19 @@ class Room:
         for name in await side.left_over(now_ms):
             await side.remove(name, list(QUEUES))
             self.notes.append(f"removed what the run {name}, which was killed, had left in Redis")
+        self._in_redis = True
         await side.enter(now_ms)
 
     async def _enter_postgres(self, url: str) -> str | None:
-        self.postgres = side = PostgresSide(url)
+        timeouts = (self.settings.connect_timeout_s, self.settings.reply_timeout_s)
+        self.postgres = side = PostgresSide(url, StoreOptions(1, *timeouts))
         self.no_ledger = await side.missing_right()
         if self.no_ledger:
             return None
         for schema in await side.left_over(_now_ms()):
             await side.remove(schema)
             self.notes.append(f"removed the schema {schema} of a run that was killed")
+        self._in_postgres = True
         return await side.make(self.name)
 
     def _file(self, url: str, what: str) -> str:
@@ -160,8 +163,8 @@ class Room:
         if side is None:
             return
         try:
-            if not await side.remove(self.name, list(QUEUES)):
-                self.notes.append(
+            if self._in_redis and not await side.remove(self.name, list(QUEUES)):
+                self.left.append(
                     f"this Redis has too many keys to look through; what may be left of {self.name} expires within "
                     f"{_EXPIRES_S / 60:g} minutes"
                 )
@@ -173,7 +176,7 @@ class Room:
         if side is None:
             return
         try:
-            if not self.no_ledger:
+            if self._in_postgres:
                 await side.remove(schema_of(self.name))
         finally:
             await side.close()

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 #: Longer than anything here should take, far shorter than a run may.
 PATIENCE_S: Final = 15.0
+#: How long a worker or upkeep may take to leave; what it still holds then is removed with the room.
+_LEAVE_S: Final = 5.0
 TAKEN_OVER: Final = "the worker that took over"
 
 _PAUSE_S: Final = 0.02
@@ -129,10 +131,7 @@ class Stage:
             yield worker
         finally:
             worker.drain()
-            # What it still holds then is removed with the room.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE_S):
-                    await running
+            await _left(running)
 
     async def _is_ready(self, worker: Worker) -> None:
         give_up_at = time.monotonic() + PATIENCE_S
@@ -170,10 +169,17 @@ class Stage:
                 yield
             finally:
                 upkeep.stop()
-                await running
+                await _left(running)
 
     async def _take_over(self, _job_id: str) -> str:
         return TAKEN_OVER
+
+
+async def _left(running: asyncio.Task[Any]) -> None:
+    """Wait until it has ended; soon, even if a server is silent."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LEAVE_S):
+            await running
 
 
 class Child:

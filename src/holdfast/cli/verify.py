@@ -16,7 +16,7 @@ from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.parse import when
 from holdfast.cli.signals import on_signals
 from holdfast.cli.stores import stores
-from holdfast.errors import InvalidOption
+from holdfast.errors import HoldfastError, InvalidOption
 
 if TYPE_CHECKING:
     from holdfast.acceptance.model import Criterion, Result
@@ -131,19 +131,29 @@ def _document(report: Report) -> dict[str, Any]:
 async def _verify_deployment(settings: Settings, *, as_json: bool) -> None:
     from holdfast.acceptance.run import verify_deployment
 
-    running = asyncio.create_task(verify_deployment(settings, _step if sys.stderr.isatty() else None))
+    left: list[str] = []
+    running = asyncio.create_task(verify_deployment(settings, _step if sys.stderr.isatty() else None, left))
     try:
         # Also when it is told to end: what it has written is removed first.
         with on_signals(lambda: _cancel(running)):
             report = await running
     except asyncio.CancelledError:
-        note("interrupted; what the check had written was removed")
+        note("interrupted; what the check had written was removed" if not left else "interrupted")
+        _tell(left)
         raise KeyboardInterrupt from None
+    except HoldfastError:
+        _tell(left)
+        raise
     if as_json:
         emit_json({"ok": report.ok, **msgspec.to_builtins(report)})
     else:
         _print_acceptance(report)
     raise typer.Exit(ExitCode.OK if report.ok else ExitCode.FAILED)
+
+
+def _tell(remarks: list[str]) -> None:
+    for remark in remarks:
+        note(remark)
 
 
 def _cancel(running: asyncio.Task[Acceptance]) -> None:
@@ -169,5 +179,4 @@ def _print_acceptance(report: Acceptance) -> None:
     where = report.url if report.ledger is None else f"{report.url}, ledger {report.ledger}"
     counted = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in Verdict)
     note(f"{where}: {counted}, in {report.seconds:.1f} s")
-    for remark in report.notes:
-        note(remark)
+    _tell(report.notes)

@@ -52,6 +52,9 @@ async def _letter(stage: Stage, job_id: str) -> str:
         assert row is not None
         same("retries in the dead letter", row.retry_count, 3)
         return row.dlq_id
+    if not stage.room.settings.stream_dlq:
+        # The stream is turned off: the job alone knows its dead letter.
+        return (await stage.app.job(job_id, MAIN).view()).meta.dlq_id or "none"
     assert stage.room.redis is not None
     stream = stage.room.redis.keys(MAIN).dlq
     entries = [entry for entry in await stage.room.redis.entries(stream) if entry["task_id"] == job_id]
