@@ -123,9 +123,7 @@ class Submitter(Desk):
         if line is None:
             line = self._waiting[envelope.queue] = deque()
         line.append((envelope, future))
-        if not self._scheduled and len(self._calls) < _MAX_CALLS:
-            self._scheduled = True
-            self._loop.call_soon(self._flush)
+        self._call_soon()
         return await future
 
     async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]:
@@ -164,22 +162,28 @@ class Submitter(Desk):
     async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None:
         await self._engine.move(queue, job_id, State.CANCELLED, actor=actor, reason=reason)
 
-    def _flush(self) -> None:
-        self._scheduled = False
-        while self._waiting and len(self._calls) < _MAX_CALLS:
-            queue, line = next(iter(self._waiting.items()))
-            batch = [line.popleft() for _ in range(min(len(line), MAX_BATCH))]
-            # To the end of the order if there is more, so that queues take turns.
-            del self._waiting[queue]
-            if line:
-                self._waiting[queue] = line
-            call = self._loop.create_task(self._send(batch))
+    def _call_soon(self) -> None:
+        """Whoever comes until then goes along."""
+        if self._waiting and not self._scheduled and len(self._calls) < _MAX_CALLS:
+            self._scheduled = True
+            call = self._loop.create_task(self._send_next())
             self._calls.add(call)
             call.add_done_callback(self._sent)
 
     def _sent(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
-        self._flush()
+        self._call_soon()
+
+    async def _send_next(self) -> None:
+        self._scheduled = False
+        queue, line = next(iter(self._waiting.items()))
+        batch = [line.popleft() for _ in range(min(len(line), MAX_BATCH))]
+        # To the end of the order if there is more, so that queues take turns.
+        del self._waiting[queue]
+        if line:
+            self._waiting[queue] = line
+        self._call_soon()
+        await self._send(batch)
 
     async def _send(self, batch: list[_Waiting]) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.job import Priority
-from holdfast.core.states import State
+from holdfast.core.states import HEARTBEAT_EVENT, State
 from holdfast.core.verdict import MESSAGE_MALFORMED, Answer, RetryLater
 from holdfast.engine.port import Control, RetryVia
 from holdfast.testing.contract.harness import FAILURE, Rig, ids
@@ -164,6 +164,21 @@ async def test_a_foreign_job_can_be_resumed_after_a_lost_reply(foreigner: Foreig
     assert (resumed.lease, resumed.attempt) == (lost.lease, lost.attempt)
     assert await foreigner.rig.succeed(resumed) == [Answer.APPLIED]
     check_history(await foreigner.rig.events(), ended=True)
+
+
+async def test_messages_with_equal_ids_in_two_queues_are_told_apart(foreigner: Foreigner) -> None:
+    """Their leases have the same token: who holds the one does not hold the other, and does not beat for it."""
+    engine, other = foreigner.rig.engine, Rig(foreigner.harness, foreigner.rig.engine, f"{QUEUE}-2")
+    for queue in (QUEUE, other.queue):
+        await foreigner.redis.xadd(foreigner.harness.keys(queue).streams[Priority.NORMAL], WELL_FORMED, id="5-1")
+    held, lost = await foreigner.rig.claim_one("w1"), await other.claim_one("w1")
+    assert held.lease.token == lost.lease.token
+    (resumed,) = await engine.resume("w1", [QUEUE, other.queue], {held.lease})
+    assert resumed.lease == lost.lease
+    assert await engine.renew([held.lease, lost.lease], {held.lease}) == []
+    beats = [rig.queue for rig in (foreigner.rig, other) if HEARTBEAT_EVENT in await rig.story("j1")]
+    assert beats == [QUEUE]
+    assert await foreigner.rig.succeed(held) == await other.succeed(resumed) == [Answer.APPLIED]
 
 
 async def test_a_foreign_job_can_be_cancelled_while_it_runs(foreigner: Foreigner) -> None:
@@ -375,13 +390,13 @@ async def test_every_event_of_a_foreign_job_names_its_tenant_and_retries(
     # Eight values, as many as a short message of ours has.
     await foreigner.write({**WELL_FORMED, "tenant_id": "acme"})
     claim = await rig.claim_one("w1")
-    await rig.engine.renew([claim.lease], [claim.lease.token])
+    await rig.engine.renew([claim.lease], [claim.lease])
     await rig.settle(claim, RetryLater(0, FAILURE))
     await redis_harness.advance(1)
     await rig.claim_due("w1")
     await rig.lose_leases()
     claim = await rig.reclaim_one("w2")
-    await rig.engine.renew([claim.lease], [claim.lease.token])
+    await rig.engine.renew([claim.lease], [claim.lease])
     await rig.succeed(claim)
     events = await rig.events()
     assert {event.tenant_id for event in events} == {"acme"}

@@ -402,7 +402,7 @@ async def use_every_verb(rig: Rig, harness: RedisHarness) -> None:
     await rig.promote()
     claims = await rig.claim(limit=100)
     assert len(claims) >= 30
-    await engine.renew([claim.lease for claim in claims], [claims[0].lease.token])
+    await engine.renew([claim.lease for claim in claims], [claims[0].lease])
     await engine.resume("w1", [QUEUE], ())
     verdicts: list[Verdict] = [Release("later"), RetryLater(1, FAILURE), Hold("?"), Suspend(FAILURE)]
     verdicts.append(Release("sleeps", 1))

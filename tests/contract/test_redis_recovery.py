@@ -121,9 +121,9 @@ async def test_a_feed_of_another_type_costs_no_lease(harness: RedisHarness, rig:
     await harness.redis.rename(keys.feed, "kept")
     await harness.redis.set(keys.feed, "a string")
     with pytest.raises(EngineUnavailable):
-        await rig.engine.renew([claim.lease], [claim.lease.token])
+        await rig.engine.renew([claim.lease], [claim.lease])
     await harness.redis.rename("kept", keys.feed)
-    assert await rig.engine.renew([claim.lease], [claim.lease.token]) == []
+    assert await rig.engine.renew([claim.lease], [claim.lease]) == []
     assert await rig.succeed(claim) == ["applied"]
 
 
@@ -144,7 +144,7 @@ async def test_a_full_redis_keeps_leases_and_restores_nothing_by_halves(harness:
     views = [msgspec.structs.replace(view, queue=lost.queue) for view in await open_views(rig)]
     cut = await rig.engine.survey(lost.queue, [view.job_id for view in views])
     await harness.redis.config_set("maxmemory", "1")
-    assert await rig.engine.renew([claim.lease], [claim.lease.token]) == []
+    assert await rig.engine.renew([claim.lease], [claim.lease]) == []
     assert (await rig.entries())[-1].events[0].type == "task.heartbeat"
     with pytest.raises(EngineUnavailable, match="Redis is full"):
         await rig.engine.restore(lost.queue, cut, views)

@@ -73,7 +73,7 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
     async with opened(path, clock) as engine:
         meta = Meta(context={"user": None, "n": 12345678901234567890}, max_retries=2)
         claim = await start_one(engine, tenant_id="acme", idempotency_key="k", meta=meta, payload=b'{"a":1.10}')
-        await engine.renew([claim.lease], [claim.lease.token])
+        await engine.renew([claim.lease], [claim.lease])
         await settle(engine, claim, RetryLater(1_000, FAILURE))
         clock.advance(2.0)
         (claim,) = await engine.claim("w1", [QUEUE], 1, 0)
@@ -118,7 +118,7 @@ async def test_heartbeats_leave_one_entry_and_only_for_those_who_hold(path: Path
         await settle(engine, three, Succeed(b"1"))
         before = len(await engine.feed(QUEUE, "", 100))
         leases = [one.lease, two.lease, three.lease]
-        assert await engine.renew(leases, [one.lease.token, two.lease.token, three.lease.token]) == [three.lease]
+        assert await engine.renew(leases, [one.lease, two.lease, three.lease]) == [three.lease]
         assert await engine.renew(leases[:2]) == []
         (entry,) = (await engine.feed(QUEUE, "", 100))[before:]
         beats = [

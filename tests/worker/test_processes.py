@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -168,6 +169,21 @@ def test_tasks_of_a_script_run_in_children_too(tmp_path: Path, url: str) -> None
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("child\n", "")
+
+
+def test_a_child_ends_with_a_worker_that_had_not_read_all() -> None:
+    """The connection is reset then, instead of closed."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        code = f"from holdfast.worker.child import main; main({theirs.fileno()})"
+        child = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
+        theirs.send(b"unread")
+        theirs.close()
+        ours.close()
+    try:
+        assert child.wait(20) == 0
+    finally:
+        child.kill()
 
 
 def test_children_do_not_outlive_a_killed_worker(tmp_path: Path, url: str) -> None:

@@ -18,10 +18,10 @@ does; `settle` and `renew` raise `PartlyDone` if one does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import msgspec
 
@@ -33,6 +33,8 @@ from holdfast.observe.counts import Counts
 
 if TYPE_CHECKING:
     from holdfast.ledger.publishing import Publishing
+
+T = TypeVar("T")
 
 #: The most jobs that one atomic step handles; larger batches are cut. 500 take a Redis script 4–6 ms.
 MAX_BATCH: Final = 500
@@ -314,7 +316,7 @@ class Engine(Protocol):
         queues: Sequence[str],
         limit: int,
         wait_ms: int,
-        held: Callable[[str], Collection[str]] | None = None,
+        held: Callable[[], Collection[Lease]] | None = None,
     ) -> list[Claim]:
         """Lease up to `limit` jobs that may run now; wait on the server for the first up to `wait_ms`.
 
@@ -323,14 +325,14 @@ class Engine(Protocol):
         as many running as it may gets nothing. Within a tenant and a priority the oldest is first.
         A negative `limit` or unknown queue is not an error: it gives nothing.
 
-        Whoever says which tokens of a queue it has (`held`) is served by those queues that answer; a queue that did
+        Whoever says which leases it has (`held`) is served by those queues that answer; a queue that did
         not is tried again later, and first gives what its lost replies had granted, as `resume` would. Without, one
         queue that does not answer fails the call.
         """
         ...
 
-    async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
-        """Leases that the engine says this worker holds and that are not among the `held` tokens.
+    async def resume(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
+        """Leases that the engine says this worker holds and that are not among the `held` ones.
 
         For after a lost reply: same attempt, same deliveries as in the reply that never came.
         """
@@ -343,10 +345,10 @@ class Engine(Protocol):
         """
         ...
 
-    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
+    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
         """Push deadlines out; returns the leases that are lost.
 
-        Leases that were renewed and whose token is among `heartbeats` leave a `task.heartbeat` event each, all in
+        Leases that were renewed and are among `heartbeats` leave a `task.heartbeat` event each, all in
         one feed entry. `PartlyDone.done` are those that are known to be lost.
         """
         ...
@@ -457,6 +459,13 @@ class Engine(Protocol):
     async def queues(self) -> list[str]:
         """Queues that ever had a job, sorted."""
         ...
+
+    async def reach(
+        self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]
+    ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
+        """Take a step for each queue, in order: what came of it, and, where queues are on several servers, which of
+        them did not answer, and why. Raises if none did."""
+        return {queue: await step(queue) for queue in queues}, {}
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
         """What happened since the last call on this instance; waits up to `wait_ms` for the first."""

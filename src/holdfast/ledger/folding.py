@@ -159,8 +159,9 @@ def assume(events: Iterable[Event]) -> Folded:
                 if from_state is None or from_state in FINAL:
                     raise Misfit(event)
                 draft.came_from = from_state
-                draft.attempt_was = _attempt_before(event)
-                draft.retries_were = None if _resumes(event) else event.retry_count
+                # Both asked in place: this is where all of a busy queue's events pass.
+                draft.attempt_was = event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
+                draft.retries_were = None if from_state is State.SUSPENDED and _resumes(event) else event.retry_count
             elif from_state is not draft.state or draft.ended:
                 raise Misfit(event)
         _apply(draft, event)

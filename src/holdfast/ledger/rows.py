@@ -131,26 +131,22 @@ def event_rows(drafts: Iterable[Draft], queue: str, instant: AsInstant) -> list[
     return rows
 
 
-def moved_row(draft: Draft, instant: AsInstant) -> Row:
-    """What every move of a known job changes: tenant, id, events, from, attempt and retries then and
-    now, at."""
+def alike(draft: Draft) -> Row:
+    """What many moves of known jobs have in common: tenant, events, from, attempt and retries then and now."""
     return (
         draft.tenant_id,
-        draft.job_id,
         len(draft.events),
         draft.came_from,
         draft.attempt_was,
         draft.retries_were,
         draft.attempt,
         draft.retry_count,
-        instant(draft.at_ms),
     )
 
 
-def changed_row(draft: Draft, instant: AsInstant) -> Row:
-    """Everything that a move of a known job may change."""
+def changes(draft: Draft, instant: AsInstant) -> Row:
+    """Everything else that a move of a known job may change, beside its time."""
     return (
-        *moved_row(draft, instant),
         draft.state,
         instant(draft.finished_at_ms),
         draft.worker,

@@ -191,7 +191,7 @@ class EngineMachine(PeopleRules):
     @rule(seat=seats)
     def resume(self, seat: str) -> None:
         worker, hand = self._worker(seat), self.hands[seat]
-        claims = self._run(self.engine.resume(worker, [self.queue], set(hand)))
+        claims = self._run(self.engine.resume(worker, [self.queue], {claim.lease for claim in hand.values()}))
         granted = self.model.held_by(worker)
         assert {claim.lease.token: claim.attempt for claim in claims} == {
             token: attempt for token, attempt in granted.items() if token not in hand

@@ -49,7 +49,7 @@ class Reclaimer:
             self._engine.counts.reclaim_errors += 1
             raise
         # What an earlier turn took over but could not give back, because the engine went away.
-        claims += await self._engine.resume(self._incarnation, queues, {claim.lease.token for claim in claims})
+        claims += await self._engine.resume(self._incarnation, queues, {claim.lease for claim in claims})
         if claims:
             verdict = Release("its worker was lost; given back by upkeep")
             await self._engine.settle([Settlement(claim, verdict, claim.claimed_at_ms) for claim in claims])

@@ -91,10 +91,13 @@ def _send(connection: socket.socket, message: bytes) -> None:
 
 
 def _read(connection: socket.socket, orders: SimpleQueue[bytes]) -> None:
-    with connection.makefile("rb") as stream:
-        while header := stream.read(HEADER.size):
-            orders.put(stream.read(HEADER.unpack(header)[0]))
-    os._exit(0)
+    try:
+        with connection.makefile("rb") as stream:
+            while header := stream.read(HEADER.size):
+                orders.put(stream.read(HEADER.unpack(header)[0]))
+    finally:
+        # Also by an error: a worker that was killed before it had read what we told it resets the connection.
+        os._exit(0)
 
 
 def _load(place: Place) -> Plan | Raised:

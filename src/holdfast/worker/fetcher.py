@@ -19,7 +19,7 @@ from typing import Final
 
 from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
-from holdfast.core.job import Claim
+from holdfast.core.job import Claim, Lease
 from holdfast.engine.port import MAX_BATCH, Engine
 from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
@@ -108,8 +108,7 @@ class Fetcher:
 
     async def recover_lost(self) -> None:
         """Find leases whose reply was lost: the engine says they are ours, and we do not have them."""
-        held = {run.claim.lease.token for run in self._held}
-        claims = await self._engine.resume(self._worker, self._queues, held)
+        claims = await self._engine.resume(self._worker, self._queues, self._leases())
         if claims:
             _log.info("%d claims found whose reply was lost", len(claims))
             # These may be from before an outage: they can set the clock, but not set it back.
@@ -131,12 +130,15 @@ class Fetcher:
         self._ticked_at = time.monotonic()
         if limit > 0:
             began = time.monotonic()
-            claims = await self._engine.claim(self._worker, self._queues, limit, self._wait_ms(), self._tokens)
+            claims = await self._engine.claim(self._worker, self._queues, limit, self._wait_ms(), self._leases)
             if claims:
                 if len(claims) == limit:
                     # A full batch did not wait for jobs: that is what the way to the store and back takes.
                     self._rate.took(time.monotonic() - began)
                 self._take(claims)
+                if len(claims) < limit:
+                    # Nothing more waits: let these start before the next claim is put together.
+                    await asyncio.sleep(0)
 
     async def _wait_for_room(self) -> int:
         """How many to claim. While many are done per millisecond, wait for a batch worth the call."""
@@ -157,9 +159,9 @@ class Fetcher:
             finally:
                 runner.wake_at = -1
 
-    def _tokens(self, queue: str) -> set[str]:
-        """Of the leases in this queue that we know of."""
-        return {run.claim.lease.token for run in self._held if run.claim.queue == queue}
+    def _leases(self) -> set[Lease]:
+        """That we know of."""
+        return {run.claim.lease for run in self._held}
 
     def _space(self) -> int:
         return min(self._runner.concurrency - self._runner.load, self._left(), MAX_BATCH)

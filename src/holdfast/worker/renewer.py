@@ -63,8 +63,8 @@ class Renewer:
         self._thread = OwnThread("holdfast-renewer", self._live)
         self._opened = False
         self._beat_at = 0.0
-        #: Since when each run is known to run, or when it left its last heartbeat; by token.
-        self._alive_since: dict[str, float] = {}
+        #: Since when each run is known to run, or when it left its last heartbeat.
+        self._alive_since: dict[Lease, float] = {}
         #: Queues whose controls have not been read yet.
         self._unread: set[str] = set()
 
@@ -114,17 +114,17 @@ class Renewer:
         now = time.monotonic()
         self._beat_at = now + self._interval_s
         held = self._held.copy()
-        running = [run.claim.lease.token for run in held if run.begun and not run.judged]
-        since = {token: self._alive_since.get(token, now) for token in running}
+        running = [run.claim.lease for run in held if run.begun and not run.judged]
+        since = {lease: self._alive_since.get(lease, now) for lease in running}
         # Told once an interval: short jobs leave none, long ones one at each beat but their first.
-        told = {token for token, instant in since.items() if now - instant >= self._interval_s}
+        told = {lease for lease, instant in since.items() if now - instant >= self._interval_s}
         lost = await self._renew((run.claim.lease for run in held), told)
         self._alive_since = since | dict.fromkeys(told, now)
-        self._engine.counts.heartbeats += len(told - {lease.token for lease in lost})
+        self._engine.counts.heartbeats += len(told.difference(lost))
         if lost:
             self._tell(self._listener.lost, lost)
 
-    async def _renew(self, leases: Iterable[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
+    async def _renew(self, leases: Iterable[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
         left, lost = list(leases), list[Lease]()
         for start in range(0, len(left), MAX_BATCH):
             try:

@@ -157,7 +157,7 @@ class Settler:
             _log.error("settling failed in an unexpected way", exc_info=exc)
 
     async def _until_answered(self, settlements: Sequence[Settlement]) -> list[Answer]:
-        backoff = Backoff()
+        backoff: Backoff | None = None
         refusals = 0
         while True:
             try:
@@ -168,8 +168,9 @@ class Settler:
                 refusals = refusals + 1 if isinstance(exc, EngineRefused) else 0
                 if refusals == _MAX_REFUSALS:
                     raise
-                if not backoff.failures:
+                if backoff is None:
                     _log.warning("%d verdicts wait for the engine: %s", len(settlements), exc)
+                    backoff = Backoff()
                 await asyncio.sleep(backoff.next_s())
 
     def _note(self, settlements: Sequence[Settlement], answers: Sequence[Answer]) -> None:

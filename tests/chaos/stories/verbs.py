@@ -129,8 +129,8 @@ class Verbs(Story):
         known: Sequence[Claim] = (),
     ) -> list[Claim]:
         """As a worker gets them: after a lost reply, first by asking for what it holds."""
-        tokens = {claim.lease.token for claim in known}
-        resume = partial(process.engine.resume, worker or process.name, [QUEUE], tokens)
+        had = {claim.lease for claim in known}
+        resume = partial(process.engine.resume, worker or process.name, [QUEUE], had)
         while True:
             try:
                 return await call()
@@ -143,7 +143,7 @@ class Verbs(Story):
         if not claims:
             return
         leases = [claim.lease for claim in claims]
-        lost = await again(lambda: process.engine.renew(leases, {lease.token for lease in leases}))
+        lost = await again(lambda: process.engine.renew(leases, leases))
         assert not lost
         settlements = [Settlement(claim, Succeed(b"1"), claim.claimed_at_ms) for claim in claims]
         answers = await again(lambda: process.engine.settle(settlements))

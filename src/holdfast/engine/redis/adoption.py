@@ -8,7 +8,7 @@ the next one finds it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
@@ -22,7 +22,7 @@ from holdfast.engine.redis.store import Store
 _ADOPT_BATCH: Final = 100
 
 
-class Delivery(NamedTuple):
+class Delivery(msgspec.Struct, frozen=True, gc=False):
     """A message in this worker's hands: in which line, how often delivered, taken from whom (empty: nobody)."""
 
     line: int
@@ -98,7 +98,8 @@ class _Adoption:
     """One foreign message on its way to become a job or a dead letter."""
 
     def __init__(self, message: Delivery, queue: str, worker: str, keep_id: bool, payload_limit: int) -> None:
-        self.line, self._entry, self._deliveries, self._owner = message
+        self.line, self._entry = message.line, message.entry
+        self._deliveries, self._owner = message.deliveries, message.owner
         self.claim: Claim | None = None
         self._fault, self._dead_letter, self._data = b"", b"", b""
         try:

@@ -73,7 +73,11 @@ class Redirected(ScriptError):
         self.asks = word == "ASK"
 
 
-class ConnectionLost(EngineUnavailable):
+class Unreachable(EngineUnavailable):
+    """The server did not answer at all: whoever asks it something else waits as long again."""
+
+
+class ConnectionLost(Unreachable):
     """The connection broke while a call was on its way; nobody knows whether it was applied."""
 
 
@@ -231,6 +235,33 @@ class Client:
             self.drop(purpose)
             raise
 
+    async def run_behind(
+        self,
+        purpose: Purpose,
+        read: Sequence[Any],
+        blocks_s: float,
+        script: Script,
+        keys: Sequence[bytes],
+        arguments: Sequence[Any],
+    ) -> Any:
+        """A script that stands behind a blocking read on the same connection: Redis runs it the moment the read is
+        over, whatever came of that. Its reply; None if Redis has to be given the script first."""
+        connection = await self.connect(purpose)
+        waited = connection.call(*read, blocks_s=blocks_s)
+        waited.add_done_callback(_look_at)
+        try:
+            return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments, blocks_s=blocks_s)
+        except hiredis.ReplyError as exc:
+            if str(exc).startswith("NOSCRIPT"):
+                return None
+            raise self._failed(purpose, exc) from exc
+        except OSError as exc:
+            raise self._failed(purpose, exc) from exc
+        except BaseException:
+            # The server still holds both; neither is wanted any more.
+            self.drop(purpose)
+            raise
+
     async def ask_run(self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
         """One script on a slot that is on its way to this node."""
         told = script.told(await self.connect(purpose), arguments)
@@ -248,8 +279,9 @@ class Client:
 
     @property
     def idle(self) -> bool:
-        """Whether no call is under way."""
-        return not self._lent and not any(connection.busy for connection in self._connections.values())
+        """Whether no call is under way, and no connection is being opened for one."""
+        opening = any(lock.locked() for lock in self._opening.values())
+        return not opening and not self._lent and not any(each.busy for each in self._connections.values())
 
     async def time_ms(self, key: bytes | None = None) -> int:
         """The clock of the server that has this key; without one, of any."""
@@ -319,8 +351,14 @@ def translate(exc: Exception) -> EngineUnavailable:
                 return EngineUnavailable(f"{advice} (Redis says: {text})")
         return ScriptError(f"Redis refused a command: {text}")
     if isinstance(exc, TimeoutError):
-        return EngineUnavailable("Redis did not accept a connection in time; is it running and reachable?")
-    return EngineUnavailable(f"Redis cannot be reached: {text or type(exc).__name__}; is it running at HOLDFAST_URL?")
+        return Unreachable("Redis did not accept a connection in time; is it running and reachable?")
+    return Unreachable(f"Redis cannot be reached: {text or type(exc).__name__}; is it running at HOLDFAST_URL?")
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    """Nobody wants its result, nor its error."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _constants() -> str:

@@ -17,9 +17,9 @@ and read its reply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from holdfast.core.job import Claim, Consent, Envelope, Failure, JobView, Lease, Receipt
 from holdfast.core.states import State
@@ -42,7 +42,7 @@ from holdfast.engine.redis.answers import Answers
 from holdfast.engine.redis.client import Client, Purpose
 from holdfast.engine.redis.cluster import ClusterClient
 from holdfast.engine.redis.controls import Controls, Hand
-from holdfast.engine.redis.diagnosis import Diagnosis
+from holdfast.engine.redis.diagnosis import Diagnosis, unreached
 from holdfast.engine.redis.intake import Intake
 from holdfast.engine.redis.keys import Names
 from holdfast.engine.redis.leases import Leases
@@ -53,8 +53,11 @@ from holdfast.engine.redis.sentinel import SentinelClient
 from holdfast.engine.redis.settling import Settling
 from holdfast.engine.redis.store import Store
 from holdfast.engine.redis.url import Seeds, Sentinels, is_cluster, parse_url
+from holdfast.errors import EngineUnavailable
 from holdfast.observe.counts import Counts
 from holdfast.settings import Settings
+
+T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S: Final = 5.0
 _REPLY_TIMEOUT_S: Final = 10.0
@@ -144,18 +147,18 @@ class RedisEngine(Engine):
         queues: Sequence[str],
         limit: int,
         wait_ms: int,
-        held: Callable[[str], Collection[str]] | None = None,
+        held: Callable[[], Collection[Lease]] | None = None,
     ) -> list[Claim]:
         return await self._leases.claim(worker, queues, limit, wait_ms, held)
 
-    async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
+    async def resume(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
         # The reply that never came may have been a reclaim's, or that of giving up a poison pill.
         return await self._without_poison(await self._leases.resume(worker, queues, held))
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
         return await self._settling.settle(settlements)
 
-    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
+    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
         return await self._leases.renew(leases, heartbeats)
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
@@ -261,6 +264,18 @@ class RedisEngine(Engine):
     async def queues(self) -> list[str]:
         return await self._readers.queues()
 
+    async def reach(
+        self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]
+    ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
+        async def take(queue: str) -> tuple[T]:
+            # Never None: it was taken, whatever came of it.
+            return (await step(queue),)
+
+        asked, outages = list(queues), self._store.outages
+        done = await outages.each(asked, take)
+        away = {queue: outages.why([queue]) for queue in asked if queue not in done}
+        return {queue: result for queue, (result,) in done.items()}, away
+
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
         return await self._readers.listen(queues, wait_ms)
 
@@ -268,8 +283,15 @@ class RedisEngine(Engine):
         return await self._store.now_ms()
 
     async def diagnose(self, queues: Sequence[str]) -> list[Finding]:
-        findings = await Diagnosis(self._store).findings(queues)
-        return findings + [feed_finding(await self.stats(queue)) for queue in queues]
+        diagnosis = Diagnosis(self._store)
+
+        async def look(queue: str) -> list[Finding]:
+            return [await diagnosis.consumers(queue), feed_finding(await self.stats(queue))]
+
+        findings = await diagnosis.servers()
+        found, away = await self.reach(queues, look)
+        findings += [finding for of_queue in found.values() for finding in of_queue]
+        return findings + [unreached(queue, why) for queue, why in away.items()]
 
     # The ledger's end ------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,8 @@ _FIELDS: Final = {b"kind", b"at", b"worker", b"nonce", b"moves"}
 #: Values a job in entries that tell a caller's arguments as they came.
 _WIDTHS: Final = {"created": 10, "created_plain": 4, "settled": 10, "settled_for_ledger": 10}
 
+#: Quicker than the enumeration's own call, by far.
+_STATES: Final = {state.value: state for state in State}
 _NEXT_FROM: Final = {State.DLQ_RECORDED: State.DLQ_PENDING, State.FAILED: State.DLQ_RECORDED}
 
 
@@ -182,7 +185,7 @@ def _settled(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
 
 def _settled_for_ledger(moves: list[Any], at_ms: int, worker: str) -> Iterator[Event]:
     for _, _, _, _, job_id, target, data, attempt, retries, more in _strides(moves, _WIDTHS["settled"]):
-        to_state = State(target)
+        to_state = _STATES[target]
         details: dict[str, Any] = {}
         if data:
             details = {"result": data} if to_state is State.SUCCEEDED else msgspec.json.decode(data)
@@ -271,7 +274,7 @@ def _step(
     attempt: int = 0,
     retry_count: int = 0,
 ) -> Event:
-    message = (data or {}).get("message") or (data or {}).get("reason") or ""
+    message = (data.get("message") or data.get("reason") or "") if data else ""
     return Event(
         type=event_for(from_state, to_state),
         job_id=job_id,
@@ -303,6 +306,7 @@ _READERS: Final[dict[str, Callable[[list[Any], int, str], Iterator[Event]]]] = {
 }
 
 
+@lru_cache(maxsize=1_000)
 def _head(head: str) -> tuple[State, int, int]:
     """State, attempts and retries of a message's header; foreign messages have none, forged ones a bad one."""
     if not head:

@@ -36,6 +36,8 @@ class Leases:
         self._adopter = Adopter(store)
         self._turn = 0
         self._paused: set[str] = set()
+        #: Queues whose last claim got all there was.
+        self._short: set[str] = set()
         #: Where `lost` goes on in a queue: line, message id, …
         self._cursors: dict[str, list[int | str]] = {}
 
@@ -47,15 +49,39 @@ class Leases:
         queues: Sequence[str],
         limit: int,
         wait_ms: int,
-        held: Callable[[str], Collection[str]] | None = None,
+        held: Callable[[], Collection[Lease]] | None = None,
     ) -> list[Claim]:
         if held is not None and self._store.outages.apart:
             return await self._claim_around(worker, queues, limit, wait_ms, held)
-        claims = await self._claim_now(worker, queues, limit)
-        if claims or wait_ms <= 0 or limit <= 0 or not queues:
+        if wait_ms <= 0 or limit <= 0 or not queues:
+            return await self._claim_now(worker, queues, limit)
+        # After a claim that came short nothing waits but what has come since, and that ends the wait at once.
+        came_short = self._short.issuperset(queues)
+        self._short.difference_update(queues)
+        if not came_short and (claims := await self._claim_now(worker, queues, limit)):
             return claims
-        await self._wait(queues, min(wait_ms, _MAX_BLOCK_MS))
+        self._short.difference_update(queues)
+        wait_ms = min(wait_ms, _MAX_BLOCK_MS)
+        if len(queues) == 1 and not self._store.outages.apart:
+            return await self._claim_when_woken(worker, queues[0], limit, wait_ms)
+        await self._wait(queues, wait_ms)
         return await self._claim_now(worker, queues, limit)
+
+    async def _claim_when_woken(self, worker: str, queue: str, limit: int, wait_ms: int) -> list[Claim]:
+        """The claim is sent with the wait and stands behind it: Redis leases the next job right after it was submitted,
+        without asking us first. A wait that is given up is closed before anything else is asked: `resume` sees what it
+        took, and it takes nothing more."""
+        self._turn += 1
+        limit = min(limit, MAX_BATCH)
+        streams = self._awaited([queue])
+        read = (*_blocking(wait_ms), b"STREAMS", *streams, *streams.values())
+        call = self._claim_call(worker, queue, limit)
+        reply = await self._store.run_behind(read, wait_ms / 1000, "claim", queue, *call)
+        if reply is None:
+            return await self._claim_now(worker, [queue], limit)
+        claims = await self._granted(worker, queue, limit, reply)
+        self._store.counts.claimed += len(claims)
+        return claims
 
     async def _claim_now(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
         claims: list[Claim] = []
@@ -71,7 +97,7 @@ class Leases:
         return claims
 
     async def _claim_around(
-        self, worker: str, queues: Sequence[str], limit: int, wait_ms: int, held: Callable[[str], Collection[str]]
+        self, worker: str, queues: Sequence[str], limit: int, wait_ms: int, held: Callable[[], Collection[Lease]]
     ) -> list[Claim]:
         """On a Cluster: from all queues whose node answers. Raises if none does."""
         outages = self._store.outages
@@ -93,7 +119,7 @@ class Leases:
         return claims
 
     async def _claim_there(
-        self, worker: str, queues: Sequence[str], limit: int, held: Callable[[str], Collection[str]]
+        self, worker: str, queues: Sequence[str], limit: int, held: Callable[[], Collection[Lease]]
     ) -> list[Claim]:
         outages, claims = self._store.outages, list[Claim]()
         self._turn += 1
@@ -105,7 +131,7 @@ class Leases:
             found: list[Claim] = []
             if outages.is_in_doubt(queue):
                 # First what its lost replies had granted.
-                found = await self._resume(worker, queue, held(queue))
+                found = await self._resume(worker, queue, held())
                 outages.is_sure(queue)
             if not found:
                 found = await self._claim_queue(worker, queue, room)
@@ -118,57 +144,56 @@ class Leases:
         return claims
 
     async def _claim_queue(self, worker: str, queue: str, limit: int) -> list[Claim]:
+        call = self._claim_call(worker, queue, limit)
+        reply = await self._store.run_on_lines(Purpose.CLAIM, "claim", queue, *call)
+        return await self._granted(worker, queue, limit, reply)
+
+    def _claim_call(self, worker: str, queue: str, limit: int) -> tuple[list[bytes], list[Any], Collection[int]]:
+        store, keys = self._store, self._store.keys(queue)
+        names = [*keys.streams, keys.feed, keys.control, keys.wake, keys.workers]
+        group, order = store.names.group, read_order(self._turn)
+        arguments = [group, worker, limit, store.nonce(), store.feed_limit, WAKE_GROUP, *order, PARKING]
+        return names, arguments, store.lanes(queue).all()
+
+    async def _granted(self, worker: str, queue: str, limit: int, reply: list[Any]) -> list[Claim]:
+        """The script's reply as claims."""
         store = self._store
-        keys = store.keys(queue)
-        lanes = store.lanes(queue)
-        reply = await store.run_on_lines(
-            Purpose.CLAIM,
-            "claim",
-            queue,
-            [*keys.streams, keys.feed, keys.control, keys.wake, keys.workers],
-            [
-                store.names.group,
-                worker,
-                limit,
-                store.nonce(),
-                store.feed_limit,
-                WAKE_GROUP,
-                *read_order(self._turn),
-                PARKING,
-            ],
-            lanes.all(),
-        )
         if reply[0] == b"paused":
             self._paused.add(queue)
             return []
         self._paused.discard(queue)
         now_ms = int(reply[1])
-        lanes.saw(reply[2])
+        store.lanes(queue).saw(reply[2])
         lines = zip(reply[3::2], reply[4::2], strict=True)
         found = [Delivery(line, entry, 1) for line, entries in lines for entry in entries]
         claims = await self._claims(worker, queue, found, now_ms)
         if reply[0] == b"nogroup":
             await store.create_groups(queue)
             claims += await self._claim_queue(worker, queue, limit - len(claims))
+        elif len(found) < limit:
+            self._short.add(queue)
         return claims
 
     async def _wait(self, queues: Sequence[str], wait_ms: int) -> None:
-        """Block on the server until there may be work. Paused queues wait for a nudge only, or this would spin."""
-        streams: list[bytes] = []
-        for queue in queues:
-            keys = self._store.keys(queue)
-            streams += (keys.wake,) if queue in self._paused else (*keys.awaited, keys.wake)
-        head = (b"XREADGROUP", b"GROUP", WAKE_GROUP, b"any", b"BLOCK", wait_ms, b"COUNT", 1, b"NOACK")
+        """Block on the server until there may be work."""
         try:
-            await self._store.client.read(Purpose.WAIT, head, dict.fromkeys(streams, b">"), wait_ms / 1000)
+            await self._store.client.read(Purpose.WAIT, _blocking(wait_ms), self._awaited(queues), wait_ms / 1000)
         except ScriptError:
             # NOGROUP or UNBLOCKED: the store was wiped under us.
             for queue in queues:
                 await self._store.create_groups(queue)
 
+    def _awaited(self, queues: Sequence[str]) -> dict[bytes, bytes]:
+        """The streams to wait for. Of paused queues the nudges only, or this would spin."""
+        streams: list[bytes] = []
+        for queue in queues:
+            keys = self._store.keys(queue)
+            streams += (keys.wake,) if queue in self._paused else (*keys.awaited, keys.wake)
+        return dict.fromkeys(streams, b">")
+
     # resume ----------------------------------------------------------------------------------------
 
-    async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
+    async def resume(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
         async def step(queue: str) -> list[Claim]:
             claims = await self._resume(worker, queue, held)
             self._store.outages.is_sure(queue)
@@ -177,8 +202,8 @@ class Leases:
         found = await self._store.outages.each(queues, step)
         return [claim for claims in found.values() for claim in claims]
 
-    async def _resume(self, worker: str, queue: str, held: Collection[str]) -> list[Claim]:
-        found = await self._own_pending(worker, queue, frozenset(held))
+    async def _resume(self, worker: str, queue: str, held: Collection[Lease]) -> list[Claim]:
+        found = await self._own_pending(worker, queue, {lease.token for lease in held if lease.queue == queue})
         claims = await self._claims(worker, queue, found, await self._store.now_ms(queue))
         if not claims:
             return []
@@ -186,7 +211,7 @@ class Leases:
         records = await self._store.client.call(Purpose.OTHER, b"MGET", *(keys.job(each.job_id) for each in claims))
         return [with_record(claim, record) for claim, record in zip(claims, records, strict=True)]
 
-    async def _own_pending(self, worker: str, queue: str, held: frozenset[str]) -> list[Delivery]:
+    async def _own_pending(self, worker: str, queue: str, held: Collection[str]) -> list[Delivery]:
         store = self._store
         found: list[Delivery] = []
         # Behind any claim that was cancelled on its way: what it took must be seen here.
@@ -211,10 +236,10 @@ class Leases:
         claims: list[Claim] = []
         foreign: list[Delivery] = []
         for delivery in found:
-            line, entry, deliveries, _ = delivery
+            entry = delivery.entry
             if wire.is_ours(entry[1]):
                 try:
-                    claims.append(wire.parse_entry(entry, line, queue, worker, deliveries, now_ms))
+                    claims.append(wire.parse_entry(entry, delivery.line, queue, worker, delivery.deliveries, now_ms))
                     continue
                 except wire.Malformed:
                     pass  # forged: told apart and dead-lettered by adoption
@@ -225,7 +250,7 @@ class Leases:
 
     # renew -----------------------------------------------------------------------------------------
 
-    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str]) -> list[Lease]:
+    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease]) -> list[Lease]:
         lost: list[Lease] = []
         groups: dict[str, dict[str, list[Lease]]] = {}
         for lease in leases:
@@ -244,7 +269,7 @@ class Leases:
         return lost
 
     async def _renew(
-        self, queue: str, worker: str, leases: Sequence[Lease], heartbeats: Collection[str]
+        self, queue: str, worker: str, leases: Sequence[Lease], heartbeats: Collection[Lease]
     ) -> list[Lease]:
         store, keys = self._store, self._store.keys(queue)
         names = [*keys.streams, keys.feed, keys.control]
@@ -252,7 +277,7 @@ class Leases:
         for lease in leases:
             line, _, message_id = lease.place.partition(":")
             record = 0
-            if heartbeats and lease.token in heartbeats:
+            if lease in heartbeats:
                 names.append(keys.job(lease.job_id))
                 record = len(names)
             arguments += (line, message_id, lease.deliveries, record)
@@ -380,6 +405,11 @@ def with_record(claim: Claim, record: bytes | None) -> Claim:
     # Deliveries of earlier attempts are no lost leases.
     meta = msgspec.structs.replace(meta, lost_leases=meta.lost_leases - body.deliveries)
     return msgspec.structs.replace(claim, meta=meta)
+
+
+def _blocking(wait_ms: int) -> tuple[Any, ...]:
+    """One wake-up for one worker, whoever waits."""
+    return (b"XREADGROUP", b"GROUP", WAKE_GROUP, b"any", b"BLOCK", wait_ms, b"COUNT", 1, b"NOACK")
 
 
 def _job_id(fields: Sequence[bytes]) -> str:

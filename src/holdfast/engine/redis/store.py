@@ -110,9 +110,12 @@ class Store:
             try:
                 await self.client.run(Purpose.OTHER, _script("introduce"), [self.names.queues.encode()], [queue])
             except EngineUnavailable:
-                # On a Cluster the list is on a node of its own; without it, queues that are on it already go on.
-                if again or queue not in self._known or not self.names.cluster:
+                # On a Cluster the list is on a node of its own; without it, queues that are on it already go on. So is
+                # one that is introduced again, unless that node was wiped: then a later submission puts it there.
+                if not self.names.cluster or (queue not in self._known and not again):
                     raise
+                if queue not in self._known:
+                    return
             self._known[queue] = now + _KNOWN_S
 
     async def create_groups(self, queue: str) -> None:
@@ -159,6 +162,24 @@ class Store:
         raise EngineUnavailable(
             f"the tenants of queue {queue!r} come and go faster than they can be followed; try again"
         )
+
+    async def run_behind(
+        self,
+        read: Sequence[Any],
+        blocks_s: float,
+        name: str,
+        queue: str,
+        keys: Sequence[bytes],
+        arguments: Sequence[Any],
+        lanes: Collection[int],
+    ) -> Any:
+        """`run_on_lines` behind a read that blocks, see the client; None if it did not run and has to be called."""
+        names, given = self._declare(queue, keys, arguments, lanes)
+        reply = await self.client.run_behind(Purpose.WAIT, read, blocks_s, _script(name), names, given)
+        if reply is not None and reply[0] == b"lanes":
+            self.lanes(queue).learn(reply[1:])
+            return None
+        return reply
 
     def _declare(
         self, queue: str, keys: Sequence[bytes], arguments: Sequence[Any], lanes: Collection[int]

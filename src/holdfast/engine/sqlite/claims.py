@@ -100,14 +100,14 @@ def start(
     return [row.as_started(queue, worker, now_ms) for row in rows]
 
 
-def resume(transaction: Transaction, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
+def resume(transaction: Transaction, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
     """What this worker holds, beside what it knows of. Lazy, and writes nothing."""
     claims = [
         row.as_claim(queue)
         for queue in queues
         for row in transaction.rows("leased", WORK_ROWS, queue=queue, worker=worker)
     ]
-    return [claim for claim in claims if claim.lease.token not in held]
+    return [claim for claim in claims if claim.lease not in held]
 
 
 def promote(transaction: Transaction, policy: Policy, queues: Sequence[str], limit: int) -> Promotion:
@@ -128,7 +128,7 @@ def promote(transaction: Transaction, policy: Policy, queues: Sequence[str], lim
 
 
 def renew(
-    transaction: Transaction, policy: Policy, leases: Sequence[Lease], heartbeats: Collection[str]
+    transaction: Transaction, policy: Policy, leases: Sequence[Lease], heartbeats: Collection[Lease]
 ) -> list[Lease]:
     """Push deadlines out; the leases that are lost. Those named in `heartbeats` leave an event."""
     ids = [row_of(lease) for lease in leases]
@@ -142,7 +142,7 @@ def renew(
             lost.append(lease)
         else:
             held[row.id] = (row.id, row.place, row.deliveries, row.worker)
-            if lease.token in heartbeats:
+            if lease in heartbeats:
                 beating.setdefault(row.queue, []).append(row.id)
     if held:
         until = policy.clock.now_ms() + policy.options.visibility_timeout_ms

@@ -117,7 +117,7 @@ class SqliteEngine(Looking, Engine):
         queues: Sequence[str],
         limit: int,
         wait_ms: int,
-        held: Callable[[str], Collection[str]] | None = None,
+        held: Callable[[], Collection[Lease]] | None = None,
     ) -> list[Claim]:
         limit = min(limit, MAX_BATCH)
         if limit <= 0 or not queues:
@@ -160,7 +160,7 @@ class SqliteEngine(Looking, Engine):
     def _is_due(self, at_ms: int) -> bool:
         return 0 < at_ms <= self._policy.clock.now_ms()
 
-    async def resume(self, worker: str, queues: Sequence[str], held: Collection[str]) -> list[Claim]:
+    async def resume(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
         # Through the writer: a claim whose caller gave up may still be under way, and is seen here once it is over.
         return await self._store.write(claims.resume, worker, list(queues), held, lazy=True)
 
@@ -176,7 +176,7 @@ class SqliteEngine(Looking, Engine):
         count_answers(self.counts, settlements, answers)
         return answers
 
-    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[str] = ()) -> list[Lease]:
+    async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
         lost: list[Lease] = []
         for start in range(0, len(leases), MAX_BATCH):
             some = leases[start : start + MAX_BATCH]

@@ -47,12 +47,12 @@ from holdfast.ledger.rows import (
     ANOMALY_COLUMNS,
     EVENT_COLUMNS,
     JOB_COLUMNS,
+    alike,
     anomaly_rows,
-    changed_row,
+    changes,
     expedited_rows,
     job_row,
     letter_row,
-    moved_row,
 )
 from holdfast.ledger.text import clean
 
@@ -217,10 +217,7 @@ class _Ready:
         for draft in folded.drafts:
             if draft.creation is None:
                 kinds.setdefault(_kind(draft), []).append(draft)
-        self.updates = {
-            statement: (drafts, list(zip(*map(_ROWS[statement], drafts), strict=True)))
-            for statement, drafts in kinds.items()
-        }
+        self.updates = {statement: (drafts, _arrays(statement, drafts)) for statement, drafts in kinds.items()}
         self.expedited = expedited_rows(folded.drafts, _instant)
         asked, closed = answers_of(folded.drafts)
         self.asks = [ask_row(*one, _instant) for one in asked]
@@ -352,12 +349,21 @@ def _kind(draft: Draft) -> str:
     return sql.CHANGE
 
 
-_ROWS: Final[dict[str, Callable[[Draft], tuple[Any, ...]]]] = {
-    sql.NOTE: lambda draft: (draft.tenant_id, draft.job_id, len(draft.events)),
-    sql.CLAIM: lambda draft: (*moved_row(draft, _instant), draft.worker),
-    sql.SUCCEED: lambda draft: (*moved_row(draft, _instant), draft.result),
-    sql.CHANGE: lambda draft: changed_row(draft, _instant),
+#: What a job has for itself.
+_OWN: Final[dict[str, Callable[[Draft], tuple[Any, ...]]]] = {
+    sql.NOTE: lambda draft: (draft.job_id,),
+    sql.CLAIM: lambda draft: (draft.job_id, _instant(draft.at_ms), draft.worker),
+    sql.SUCCEED: lambda draft: (draft.job_id, _instant(draft.at_ms), draft.result),
+    sql.CHANGE: lambda draft: (draft.job_id, _instant(draft.at_ms), *changes(draft, _instant)),
 }
+
+
+def _arrays(statement: str, drafts: Sequence[Draft]) -> list[Sequence[Any]]:
+    """The statement's arguments: each job's own values, which combination it has, and the combinations."""
+    combinations: dict[tuple[Any, ...], int] = {}
+    which = [combinations.setdefault(alike(draft), len(combinations) + 1) for draft in drafts]
+    own = zip(*map(_OWN[statement], drafts), strict=True)
+    return [*own, which, *zip(*combinations, strict=True)]
 
 
 def _event(job_id: str, kind: str, from_state: Any, to_state: Any, attempt: int, *rest: Any) -> Event:

@@ -76,27 +76,40 @@ _WHERE_IT_WAS: Final = (
 )
 
 
-def _update(setting: str, columns: Sequence[tuple[str, str]], condition: str = _WHERE_IT_WAS) -> str:
-    """An UPDATE of many jobs; gives each one's place in the arrays and its last number."""
-    return f"""
-UPDATE jobs AS j SET last_seq = j.last_seq + u.n, {setting}
-  FROM {_given(columns)} AS u
- WHERE {_THE_JOB}{condition}
-RETURNING u.place, j.last_seq"""  # noqa: S608 - names of our own
-
-
-_KEY: Final = (("tenant_id", "text"), ("job_id", "text"), ("n", "int"))
-_MOVED: Final = (
-    *_KEY,
+#: What most jobs of a batch have in common.
+_ALIKE: Final = (
+    ("tenant_id", "text"),
+    ("n", "int"),
     ("came_from", "text"),
     ("attempt_was", "int"),
     ("retries_were", "int"),
     ("attempt", "int"),
     ("retry_count", "int"),
-    ("at", "timestamptz"),
 )
 
-NOTE: Final = _update("updated_at = j.updated_at", _KEY, condition="")
+
+def _update(setting: str, own: Sequence[tuple[str, str]], condition: str = _WHERE_IT_WAS) -> str:
+    """An UPDATE of many jobs; gives each one's place in the arrays and its last number.
+
+    Takes an array for each of its own columns, one that says which of the combinations of `_ALIKE` a job has, and an
+    array for each column of those: long arrays of the same few values would be half of the work.
+    """
+    taken = ", ".join(f"${place}::{kind}[]" for place, (_, kind) in enumerate((*own, ("", "int")), 2))
+    names = ", ".join(name for name, _ in own)
+    alike = ", ".join(
+        f"(${place}::{kind}[])[g.alike] AS {name}" for place, (name, kind) in enumerate(_ALIKE, len(own) + 3)
+    )
+    return f"""
+UPDATE jobs AS j SET last_seq = j.last_seq + u.n, {setting}
+  FROM (SELECT $1::text AS queue, g.*, {alike}
+          FROM unnest({taken}) WITH ORDINALITY AS g ({names}, alike, place) OFFSET 0) AS u
+ WHERE {_THE_JOB}{condition}
+RETURNING u.place, j.last_seq"""  # noqa: S608 - names of our own
+
+
+_MOVED: Final = (("job_id", "text"), ("at", "timestamptz"))
+
+NOTE: Final = _update("updated_at = j.updated_at", (("job_id", "text"),), condition="")
 CLAIM: Final = _update(
     "state = 'running', attempt = u.attempt, retry_count = u.retry_count, updated_at = u.at, worker = u.worker,"
     " next_retry_at = NULL",

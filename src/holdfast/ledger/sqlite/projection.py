@@ -38,8 +38,9 @@ from holdfast.ledger.presence import Presence, wait_moved
 from holdfast.ledger.publishing import OUTBOX_NEWS, Publishing, published_rows
 from holdfast.ledger.rows import (
     Row,
+    alike,
     anomaly_rows,
-    changed_row,
+    changes,
     event_rows,
     expedited_rows,
     job_row,
@@ -217,7 +218,11 @@ def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, i
     new = [job_row(draft, queue, _instant) for draft in drafts if draft.creation is not None]
     old = [draft for draft in drafts if draft.creation is None]
     noted = [(draft.tenant_id, draft.job_id, len(draft.events)) for draft in old if draft.state is None]
-    moved = [changed_row(draft, _instant) for draft in old if draft.state is not None]
+    moved = [
+        (draft.job_id, _instant(draft.at_ms), *alike(draft), *changes(draft, _instant))
+        for draft in old
+        if draft.state is not None
+    ]
     if new:
         transaction.execute(sql.INSERT_JOBS, (to_json(new),))
     if expedited := expedited_rows(old, _instant):

@@ -59,15 +59,15 @@ UPDATE jobs SET last_seq = last_seq + u.n
  WHERE jobs.tenant_id = u.tenant_id AND jobs.job_id = u.job_id AND jobs.queue = :queue"""
 
 CHANGED: Final = (
-    "tenant_id",
     "job_id",
+    "at",
+    "tenant_id",
     "n",
     "came_from",
     "attempt_was",
     "retries_were",
     "attempt",
     "retry_count",
-    "at",
     "state",
     "finished_at",
     "worker",

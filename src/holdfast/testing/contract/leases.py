@@ -83,6 +83,13 @@ class LeaseContract(Contract):
         await rig.engine.set_control(rig.queue, Control())
         assert ids(await soon(waiting)) == [job_id]
 
+    async def test_what_comes_after_a_claim_that_got_all_ends_the_next_wait(self, rig: Rig) -> None:
+        for _ in range(3):
+            job_id = await rig.submit_one()
+            (claim,) = await soon(rig.engine.claim("w1", [rig.queue], 10, LONG_WAIT_MS))
+            assert claim.job_id == job_id
+            await rig.succeed(claim)
+
     async def test_waiting_in_vain_ends(self, rig: Rig) -> None:
         assert await soon(rig.engine.claim("w1", [rig.queue], 10, 20)) == []
 
@@ -111,8 +118,8 @@ class LeaseContract(Contract):
     async def test_resume_leaves_out_what_is_in_hand(self, rig: Rig) -> None:
         await rig.submit(3)
         held, lost = [await rig.claim_one("w1") for _ in range(2)]
-        assert ids(await rig.engine.resume("w1", [rig.queue], {held.lease.token})) == [lost.job_id]
-        assert await rig.engine.resume("w1", [rig.queue], {held.lease.token, lost.lease.token}) == []
+        assert ids(await rig.engine.resume("w1", [rig.queue], {held.lease})) == [lost.job_id]
+        assert await rig.engine.resume("w1", [rig.queue], {held.lease, lost.lease}) == []
 
     @both_modes
     async def test_resume_gives_nothing_that_is_not_leased_to_this_worker(self, rig: Rig) -> None:

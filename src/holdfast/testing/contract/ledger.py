@@ -60,7 +60,7 @@ class LedgerContract(Contract):
                 await rig.lose_leases()
                 claim = await rig.reclaim_one("w2")
                 assert claim.job_id == first.job_id
-                await rig.engine.renew([claim.lease], [claim.lease.token])
+                await rig.engine.renew([claim.lease], [claim.lease])
                 await rig.settle(claim, verdict)
                 tenants[claim.job_id] = tenant
                 if isinstance(verdict, Suspend):
@@ -212,9 +212,9 @@ class LedgerContract(Contract):
         quiet, fresh, ended = [await rig.start_one("w1") for _ in range(3)]
         await rig.succeed(ended)
         before = await rig.entries()
-        tokens = {claim.lease.token for claim in (stolen, retried, fresh, ended)}
+        beating = {claim.lease for claim in (stolen, retried, fresh, ended)}
         leases = [claim.lease for claim in (stolen, retried, quiet, fresh, ended)]
-        assert await rig.engine.renew(leases, tokens) == [stolen.lease, ended.lease]
+        assert await rig.engine.renew(leases, beating) == [stolen.lease, ended.lease]
         (entry,) = (await rig.entries())[len(before) :]
         assert [(event.type, event.job_id) for event in entry.events] == [
             (HEARTBEAT_EVENT, retried.job_id),
@@ -231,7 +231,7 @@ class LedgerContract(Contract):
         claim, other = await rig.start_one("w1"), await rig.start_one("w1")
         before = await rig.entries()
         assert await rig.engine.renew([claim.lease]) == []
-        assert await rig.engine.renew([claim.lease], [other.lease.token]) == []
+        assert await rig.engine.renew([claim.lease], [other.lease]) == []
         assert await rig.entries() == before
 
     # Who waits for it ------------------------------------------------------------------------------

@@ -83,6 +83,14 @@ class ReaderContract(Contract):
         await rig.submit_one(queue=OTHER_QUEUE)
         assert await rig.engine.queues() == [OTHER_QUEUE, rig.queue]
 
+    async def test_a_step_for_each_queue(self, rig: Rig) -> None:
+        await rig.submit_one()
+
+        async def jobs(queue: str) -> int | None:
+            return (await rig.engine.stats(queue)).backlog or None
+
+        assert await rig.engine.reach([rig.queue, OTHER_QUEUE], jobs) == ({rig.queue: 1, OTHER_QUEUE: None}, {})
+
     # Waiting for an end ----------------------------------------------------------------------------
 
     async def test_waiting_for_a_job_that_has_ended(self, rig: Rig) -> None:
