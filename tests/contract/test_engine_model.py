@@ -48,7 +48,8 @@ class EngineWorld(World):
         self._runner = runner
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(work)
+        # `Runner.run` would listen for Ctrl-C anew each time, which takes as long as a small step.
+        return self._runner.get_loop().run_until_complete(work)
 
     async def make(self, *, ledger: bool) -> Engine:
         return await self._harness.make(**OPTIONS, ledger=ledger, retry_via=ByName())

@@ -21,7 +21,6 @@ from holdfast.engine.redis.keys import Names
 from holdfast.engine.redis.url import Seeds, parse_url
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.contract import Rig
-from tests.conftest import MakeCluster
 from tests.harness import RedisHarness, closing
 
 pytestmark = pytest.mark.redis
@@ -132,7 +131,9 @@ async def test_whoever_waits_for_work_is_woken_where_the_slot_has_gone(
     assert [claim.job_id for claim in claims] == [job_id]
 
 
-async def test_in_the_middle_of_a_migration_nothing_is_applied_by_half(rig: Rig, slot: Slot) -> None:
+async def test_in_the_middle_of_a_migration_nothing_is_applied_by_half(
+    harness: RedisHarness, rig: Rig, slot: Slot
+) -> None:
     accepted = set(await rig.submit(20))
     (running,) = await rig.claim(limit=1)
     slot.begin()
@@ -144,6 +145,12 @@ async def test_in_the_middle_of_a_migration_nothing_is_applied_by_half(rig: Rig,
         await rig.succeed(running)
     with pytest.raises(EngineUnavailable, match="moving the queue's slot"):
         await rig.submit(1)
+    # Other queues of the same node are not taken for away.
+    names = (f"q{number}" for number in range(100))
+    neighbour = next(name for name in names if Slot(harness.url, harness.keys(name).control).source == slot.source)
+    other = await harness.make()
+    found, away = await other.reach([_QUEUE, neighbour], other.stats)
+    assert (list(found), list(away)) == ([neighbour], [_QUEUE])
     slot.carry()
     slot.end()
     assert await rig.succeed(running) == [Answer.APPLIED]
@@ -264,36 +271,6 @@ async def test_nodes_that_send_a_command_in_circles_are_left(monkeypatch: pytest
 
 
 @pytest.mark.faults
-async def test_a_dead_node_takes_down_its_own_queues_only(make_cluster: MakeCluster, namespace: str) -> None:
-    cluster = make_cluster(replicas=0, node_timeout_ms=60_000, options={"cluster-require-full-coverage": "no"})
-    async with closing(RedisHarness(cluster.url, namespace)) as harness:
-        listed = cluster.owner(harness.names.queues)
-        by_node: dict[str, str] = {}
-        for number in range(100):
-            by_node.setdefault(cluster.owner(harness.keys(f"q{number}").control.decode()), f"q{number}")
-        down = listed
-        alive = next(queue for node, queue in by_node.items() if node != down)
-        engine = await harness.make()
-        healthy, hit = Rig(harness, engine, alive), Rig(harness, engine, by_node[down])
-        claims = [await hit.start_one(), await healthy.start_one()]
-        cluster.node(down).kill()
-        try:
-            with pytest.raises(EngineUnavailable):
-                await hit.submit_one()
-            # The list of queues is gone, too; it was looked at long ago.
-            engine._store._known[alive] = 0.0  # type: ignore[attr-defined]
-            assert await healthy.submit_one()
-            await asyncio.sleep(0.2)
-            with pytest.raises(EngineUnavailable):
-                await engine.renew([claim.lease for claim in claims])
-            stream = harness.keys(alive).streams[1].decode()
-            (row,) = cluster.node(cluster.owner(stream)).ask("XPENDING", stream, harness.names.group, "-", "+", 10)
-            assert row[2] < 200
-            assert await healthy.succeed(claims[1]) == [Answer.APPLIED]
-        finally:
-            cluster.heal()
-
-
 async def _ends(engine: Engine, queues: list[str]) -> dict[str, str]:
     entries = {queue: await engine.feed(queue, "", 1_000) for queue in queues}
     return {queue: found[-1].position if found else "" for queue, found in entries.items()}

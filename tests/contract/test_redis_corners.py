@@ -108,3 +108,12 @@ async def test_nobody_stays_on_the_list_of_awaited_jobs(redis_harness: RedisHarn
         assert view is not None
         assert view.state is State.SUCCEEDED
     assert await redis_harness.redis.hlen(redis_harness.keys(QUEUE).waiters) == 0
+
+
+async def test_a_damaged_queue_is_told_and_keeps_nobody_from_the_others(redis_harness: RedisHarness, rig: Rig) -> None:
+    await rig.submit_one()
+    await redis_harness.redis.set(redis_harness.keys("damaged").control, "a string")
+    seen, away = await rig.engine.reach(["damaged", QUEUE], rig.engine.stats)
+    assert (list(seen), list(away)) == ([QUEUE], ["damaged"])
+    with pytest.raises(EngineRefused, match="WRONGTYPE"):
+        await rig.engine.reach(["damaged"], rig.engine.stats)

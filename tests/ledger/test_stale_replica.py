@@ -9,16 +9,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
 from holdfast.chaos.servers import RedisServer
+from holdfast.clock import SystemClock
 from holdfast.core.job import Envelope, new_job_ids
 from holdfast.engine.port import Engine, EngineOptions, KnownKey
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import Names
-from holdfast.errors import FeedUnread
+from holdfast.engine.sqlite.engine import SqliteEngine
+from holdfast.errors import FeedUnread, LedgerUnavailable
 from holdfast.ledger.port import Ledger
 from holdfast.submitter import Submitter
 from holdfast.upkeep.admission import admit
@@ -231,6 +234,38 @@ async def test_a_server_that_changes_its_name_keeps_its_callers(
                 await one.submit(keyed(f"c{number}"))
             assert world.engine.counts.intake_refused <= 4
         await sibling.close()
+
+
+class Deaf:
+    """A ledger whose driver makes an error of a cancellation."""
+
+    def __init__(self) -> None:
+        self.projection = self.recovery = self
+        self.asked = asyncio.Event()
+        self.times = 0
+
+    async def queues(self) -> list[str]:
+        self.times += 1
+        self.asked.set()
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            raise LedgerUnavailable("TimeoutError") from None
+        return []
+
+
+async def test_an_admission_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """It tries again what fails, but not that."""
+    engine = SqliteEngine(tmp_path / "jobs.db", EngineOptions(), SystemClock())
+    await engine.open()
+    deaf = Deaf()
+    admission = asyncio.create_task(admit(engine, deaf, QUEUE))  # type: ignore[arg-type]
+    await deaf.asked.wait()
+    admission.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await admission
+    assert deaf.times == 1
+    await engine.close()
 
 
 async def test_without_a_ledger_nobody_asks(make_redis: MakeServer, namespace: str) -> None:

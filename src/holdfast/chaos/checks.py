@@ -7,7 +7,7 @@ histories, one job for each idempotency key, effects at most once, ends as they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +16,7 @@ from sqlalchemy import func, select
 
 from holdfast.chaos.jobs import Errand, errand, lines_outside, probe
 from holdfast.chaos.journal import Journal
+from holdfast.chaos.model import Struck
 from holdfast.core.states import FINAL, State
 from holdfast.ledger.port import KeyState
 from holdfast.ledger.queries import Queries, Snapshot
@@ -27,6 +28,8 @@ from holdfast.ledger.verify import verify_ledger
 KEPT: Final = 200
 _REPLAY_PREFIX: Final = "dlq:"
 _RECLAIMED: Final = "task.reclaimed"
+#: What a master had not passed on to its replica when a fault struck is younger than this, and receipts come no later.
+_NEAR_S: Final = 5.0
 
 
 class Findings(msgspec.Struct, kw_only=True):
@@ -86,8 +89,10 @@ class _Row(msgspec.Struct, frozen=True):
     last_error: str | None
 
 
-async def check_run(queries: Queries, journal: Journal, folder: Path, *, forgetful: bool = False) -> Findings:
-    """Check everything that the stores say. Raises `LedgerUnavailable`.
+async def check_run(
+    queries: Queries, journal: Journal, folder: Path, errands: int, *, forgetful: bool = False
+) -> Findings:
+    """Check everything that the stores say of so many errands. Raises `LedgerUnavailable`.
 
     `forgetful`: a fail-over may have lost the newest writes of the engine, as asynchronous replication does. Then a job
     that was not `durable` may be gone; what the ledger has is held to the same as ever.
@@ -99,6 +104,7 @@ async def check_run(queries: Queries, journal: Journal, folder: Path, *, forgetf
     findings.defect_count += findings.ledger.fault_count - len(findings.ledger.faults)
     async with queries.snapshot() as snapshot:
         rows = await _rows(snapshot)
+        _check_answers(findings, journal, errands)
         _check_journal(findings, journal, rows, folder)
         await _check_others(findings, journal, snapshot, rows)
         await _check_ends(findings, snapshot, rows)
@@ -110,13 +116,36 @@ async def check_run(queries: Queries, journal: Journal, folder: Path, *, forgetf
     return findings
 
 
-async def check_lag(queries: Queries, ends: Mapping[str, str], findings: Findings) -> None:
-    """The ledger has read every feed to its end. `ends`: queue → the last entry of its feed."""
+def check_recoveries(struck: Sequence[Struck], within_s: float) -> list[str]:
+    """Faults after which work did not go on."""
+    return [
+        f"no job ended within {within_s:g} s after fault {each.fault.number}, {each.fault.kind} {each.fault.target}"
+        for each in struck
+        if not each.skipped and each.recovered_s < 0
+    ]
+
+
+def check_forgotten(findings: Findings, journal: Journal, struck: Sequence[Struck]) -> None:
+    """Redis may forget what it accepted around a fault of its own (`struck`), and nothing else."""
+    near = [(each.began_at - _NEAR_S, each.over_at + _NEAR_S) for each in struck]
+    for job_id in list(findings.forgotten_jobs):
+        at = journal.accepted_at[job_id]
+        if not any(begin <= at <= end for begin, end in near):
+            findings.forgotten_jobs.remove(job_id)
+            findings.forgotten -= 1
+            findings.lost += 1
+            findings.add(f"job {job_id} is lost: nothing happened to Redis when it was accepted, and it is gone")
+
+
+async def lagging(queries: Queries, ends: Mapping[str, str]) -> list[str]:
+    """Feeds that the ledger has not read to their ends. `ends`: queue → the last entry of its feed."""
     async with queries.snapshot() as snapshot:
         positions = {row.feed: row.position async for row in snapshot.rows(select(*feed_positions.c))}
-    for queue, end in ends.items():
-        if _place(positions.get(queue, "0-0")) < _place(end):
-            findings.add(f"the ledger has read the feed of {queue} to {positions.get(queue)}; it ends at {end}")
+    return [
+        f"it has read the feed of {queue} to {positions.get(queue)}, which ends at {end}"
+        for queue, end in ends.items()
+        if _place(positions.get(queue, "0-0")) < _place(end)
+    ]
 
 
 def _place(position: str) -> tuple[int, int]:
@@ -132,6 +161,13 @@ async def _rows(snapshot: Snapshot) -> dict[str, _Row]:
 def errand_of(journal: Journal, number: int, folder: Path) -> Errand:
     """What was handed in under this number."""
     return probe(journal.seed, -1 - number) if number < 0 else errand(journal.seed, number, folder)
+
+
+def _check_answers(findings: Findings, journal: Journal, errands: int) -> None:
+    """Whoever submits again and again comes to know."""
+    unknown = [number for number in range(errands) if number not in journal.accepted and number not in journal.refused]
+    if unknown:
+        findings.add(f"{len(unknown)} jobs were neither accepted nor refused, the first is number {unknown[0]}")
 
 
 def _check_journal(findings: Findings, journal: Journal, rows: dict[str, _Row], folder: Path) -> None:

@@ -134,6 +134,7 @@ class Deployment:
                 await do(part.disk.free)
         for part in self.parts.values():
             async with part.in_trouble:
+                await self.see_to(part)
                 await self.bring_back(part)
         if self.topology is not None:
             await do(self.topology.heal)
@@ -264,30 +265,51 @@ class Deployment:
     # Supervision -------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Who dies without our doing is noted, and started again."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for part in self.parts.values():
-                code = part.process.ended
-                if not part.in_trouble.locked() and code is not None:
-                    self._notes.append(f"{part.name} ended with {_exit(code)} though nobody had hurt it")
+                if not part.in_trouble.locked() and part.process.ended is not None:
                     async with part.in_trouble:
-                        await self.bring_back(part)
+                        await self.see_to(part)
+
+    async def see_to(self, part: Part) -> None:
+        """Who has died without our doing is noted, and started again.
+
+        For whoever holds `in_trouble`, before anything is done to it: the next fault would bury this death.
+        """
+        if part.process.ended is not None:
+            self._note_death(part)
+            await self.bring_back(part)
+
+    def _note_death(self, part: Part) -> None:
+        code = part.process.ended
+        if code is not None:
+            self._notes.append(f"{part.name} ended with {_exit(code)} though nobody had hurt it")
 
     async def bring_back(self, part: Part) -> None:
-        """Running and answering. Whoever does not start in spite of trying is noted, and tried again for a while."""
+        """Running and answering. Whoever does not start in spite of trying is noted, and tried again for a while.
+
+        A program that finds a store hurt may end and say so: whoever started it starts it again.
+        """
         give_up_at = monotonic() + _RESTARTED_WITHIN_S
         while True:
+            began = monotonic()
             try:
                 await do(part.revive)
                 return
             except (RuntimeError, TimeoutError) as exc:
-                self._notes.append(f"{part.name} did not start: {exc}")
+                if not (isinstance(part.process, Program) and self._was_store_hurt(began)):
+                    self._notes.append(f"{part.name} did not start: {exc}")
                 if monotonic() > give_up_at:
                     raise
             await asyncio.sleep(_WATCH_S)
 
+    def _was_store_hurt(self, since: float) -> bool:
+        stores = [part for part in self.parts.values() if not isinstance(part.process, Program)]
+        return any(part.in_trouble.locked() or part.hurt_until >= since for part in stores)
+
     async def _end(self, part: Part) -> None:
+        self._note_death(part)
         leader = _pid(part.process)
         await do(part.end)
         if leader is not None and kill_group(leader):

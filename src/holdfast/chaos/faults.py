@@ -17,7 +17,7 @@ import hiredis
 
 from holdfast.chaos.deployment import STRICT, Deployment
 from holdfast.chaos.model import Fault, Kind
-from holdfast.chaos.parts import Part, do
+from holdfast.chaos.parts import DiskPostgres, Part, do
 from holdfast.chaos.proxy import Proxy
 from holdfast.chaos.redis_nodes import ask
 
@@ -48,9 +48,13 @@ async def strike(deployment: Deployment, fault: Fault) -> str:
         # Servers that stand in for each other are hurt one at a time: there is nobody left to take over else.
         for each in sorted(_company(deployment, part), key=lambda each: each.name):
             await stack.enter_async_context(each.in_trouble)
-        said = await _DEEDS[fault.kind](deployment, part, fault)
-        if deployment.topology is not None and part.name in deployment.topology.servers:
-            await do(deployment.topology.heal)
+            await deployment.see_to(each)
+        try:
+            said = await _DEEDS[fault.kind](deployment, part, fault)
+            if deployment.topology is not None and part.name in deployment.topology.servers:
+                await do(deployment.topology.heal)
+        finally:
+            part.hurt_until = monotonic()
         return said
 
 
@@ -81,9 +85,10 @@ async def _restart(deployment: Deployment, part: Part, fault: Fault) -> str:
 
 
 async def _cut(deployment: Deployment, part: Part, fault: Fault) -> str:
+    cut = sum(door.connections for door in part.doors)
     for door in part.doors:
         await door.cut()
-    return ""
+    return "" if cut else "nobody was connected to it"
 
 
 async def _slow(deployment: Deployment, part: Part, fault: Fault) -> str:
@@ -126,22 +131,26 @@ async def _lose_reply(deployment: Deployment, part: Part, fault: Fault) -> str:
 
 
 async def _fill(deployment: Deployment, part: Part, fault: Fault) -> str:
-    """Full for a while. A server that went down by it is started when there is room again."""
+    """Full for a while, and until it was felt. A server that went down by it is started when there is room again."""
     disk = part.disk
     assert disk is not None
     # Redis goes down rather than break the promise to have written before it answers; without it, it refuses writes.
     refuses = part.group == "redis" and fault.number % 2 == 0
     if refuses:
         await do(lambda: _set(part, "everysec"))
+    before = await do(lambda: _complaints(part))
     try:
         await do(disk.fill)
         await asyncio.sleep(fault.seconds)
+        felt = await _until(lambda: do(lambda: _has_felt_it(part, before)), _TRAFFIC_S)
     finally:
         await do(disk.free)
     await _until(lambda: do(lambda: _is_itself(part)), _PATIENCE_S)
     if refuses:
+        # As an operator must: Redis 7.0 can have left a hole in its file, and would not start from that again.
+        await _write_anew(part)
         await do(lambda: _set(part, STRICT["appendfsync"]))
-    return ""
+    return "" if felt else "it was not asked to write anything meanwhile"
 
 
 async def _fail_over(deployment: Deployment, part: Part, fault: Fault) -> str:
@@ -182,6 +191,37 @@ def _set(part: Part, appendfsync: str) -> None:
     ask(part.process.port, "CONFIG", "SET", "appendfsync", appendfsync)
 
 
+async def _write_anew(part: Part) -> None:
+    """Its file, from memory. One that is being written already may have begun too early."""
+    await _until(lambda: do(lambda: _is_told(part, "BGREWRITEAOF")), _PATIENCE_S)
+    await _until(lambda: do(lambda: "aof_rewrite_in_progress:0" in _persistence(part)), _PATIENCE_S)
+
+
+def _is_told(part: Part, command: str) -> bool:
+    with suppress(OSError, hiredis.ReplyError):
+        ask(part.process.port, command)
+        return True
+    return False
+
+
+def _persistence(part: Part) -> str:
+    """What Redis says of its file; empty if it says nothing."""
+    with suppress(OSError, hiredis.ReplyError):
+        return str(ask(part.process.port, "INFO", "persistence"))
+    return ""
+
+
+def _complaints(part: Part) -> int:
+    return part.process.complaints() if isinstance(part.process, DiskPostgres) else 0
+
+
+def _has_felt_it(part: Part, complaints: int) -> bool:
+    """It could not write: it says so, or went down. There were so many complaints before."""
+    if part.process.ended is not None or _complaints(part) > complaints:
+        return True
+    return part.group == "redis" and "aof_last_write_status:err" in _persistence(part)
+
+
 def _is_itself(part: Part) -> bool:
     """It runs, answers, and writes to its disk; started again if it does not run."""
     if part.process.ended is not None or not part.process.started:
@@ -190,9 +230,7 @@ def _is_itself(part: Part) -> bool:
         return False
     if part.group != "redis":
         return part.process.answers()
-    with suppress(OSError, hiredis.ReplyError):
-        return "aof_last_write_status:ok" in str(ask(part.process.port, "INFO", "persistence"))
-    return False
+    return "aof_last_write_status:ok" in _persistence(part)
 
 
 async def _until(look: Callable[[], bool | Awaitable[bool]], within_s: float) -> bool:

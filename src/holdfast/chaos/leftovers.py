@@ -78,7 +78,10 @@ class Leftovers:
         for name in (keys.retry, keys.delayed, keys.waiting, keys.held, keys.dead, keys.suspended, keys.waiters):
             if size := await _size(client, name):
                 yield f"{_text(name)} has {size} entries"
-        workers = await client.zrangebyscore(keys.workers, await _now_ms(client) - _ALIVE_MS, "+inf")
+        alive_since = await _now_ms(client) - _ALIVE_MS
+        if dead := await client.zcount(keys.workers, "-inf", f"({alive_since}"):
+            yield f"{_text(keys.workers)} has {dead} workers that are dead"
+        workers = await client.zrangebyscore(keys.workers, alive_since, "+inf")
         for line in (line for lane in range(_LANES) for line in keys.lane(lane)):
             async for said in self._of_line(client, line, {PARKING.encode(), *workers}):
                 yield said

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -59,7 +59,8 @@ class Web:
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=_HTTP_TIMEOUT_S,
+            # Whoever waits for a connection has sent nothing yet, and is not in doubt about it.
+            timeout=httpx.Timeout(_HTTP_TIMEOUT_S, pool=None),
             trust_env=False,
             limits=httpx.Limits(max_connections=50, max_keepalive_connections=20),
         )
@@ -126,8 +127,8 @@ class Load:
             await asyncio.wait(self._on_the_way)
 
     async def probe(self, number: int) -> str:
-        """One plain job, accepted; its id."""
-        return await self._until_known(probe(self._seed, number))
+        """One plain job, accepted; its id. It has its own way in: it must not wait in line behind others here."""
+        return await self._until_known(probe(self._seed, number), [self._submit])
 
     async def close(self) -> None:
         for task in self._on_the_way:
@@ -151,10 +152,11 @@ class Load:
         task.add_done_callback(self._on_the_way.discard)
 
     async def _one(self, each: Errand) -> None:
-        job_id = await self._until_known(each)
+        ways = [self._post, self._submit] if each.way == "http" else [self._submit, self._post]
+        job_id = await self._until_known(each, ways)
         if job_id and each.twice:
             # The first receipt is in the journal: this one must name the same job.
-            await self._until_known(each)
+            await self._until_known(each, ways)
 
     async def _bulk(self, errands: Sequence[Errand]) -> None:
         """One call for all; whoever got no receipt by it goes on alone."""
@@ -171,12 +173,11 @@ class Load:
     def _is_open(self, each: Errand) -> bool:
         return each.number not in self._journal.accepted
 
-    async def _until_known(self, each: Errand) -> str:
-        """Submit until it is accepted or refused; the job's id, or nothing."""
-        ways = [self._post, self._submit] if each.way == "http" else [self._submit, self._post]
+    async def _until_known(self, each: Errand, ways: Sequence[Callable[[Errand], Awaitable[str]]]) -> str:
+        """Submit by each of these ways in turn until it is accepted or refused; the job's id, or nothing."""
         backoff, tries = Backoff(), 0
         while True:
-            way = ways[tries % 2]
+            way = ways[tries % len(ways)]
             tries += 1
             try:
                 job_id = await way(each)

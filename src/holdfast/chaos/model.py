@@ -53,7 +53,8 @@ class Struck(msgspec.Struct, frozen=True):
     #: From when until when, by the clock; until the servers that it struck were joined again.
     began_at: float = 0.0
     over_at: float = 0.0
-    #: From the moment that it was over until a job submitted after that had ended; -1 if none had within the patience.
+    #: From the moment that it, and what struck together with it, was over until a job submitted then had ended; -1 if
+    #: it had not within the patience.
     recovered_s: float = -1.0
     #: Why it could not be done here; empty if it was.
     skipped: str = ""

@@ -137,6 +137,10 @@ class DiskPostgres(PostgresServer):
             os.chown(self.disk.folder, self._account.pw_uid, self._account.pw_gid)
         super().start()
 
+    def complaints(self) -> int:
+        """How often it had no room to write, by its log."""
+        return self._log_file.read_bytes().count(b"No space left on device")
+
     def remove(self) -> None:
         self.stop()
         self.disk.unmount()
@@ -159,6 +163,8 @@ class Part:
         self.doors: list[Proxy] = []
         #: Held by whoever hurts it: one at a time, and meanwhile nobody takes its death for its own fault.
         self.in_trouble = asyncio.Lock()
+        #: Until when somebody did; by the monotonic clock.
+        self.hurt_until = 0.0
 
     @property
     def group(self) -> str:

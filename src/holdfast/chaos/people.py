@@ -8,6 +8,7 @@ service has no door, through the same office as `holdfast effects resolve`.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,10 @@ class People:
         self._seen_letters: set[str] = set()
         #: So many votes at a time.
         self._hands = asyncio.Semaphore(_HANDS)
+        #: What they did → how often.
+        self.deeds: Counter[str] = Counter()
+        #: What the service would not let them do, other than because it was too late: they may do everything.
+        self.refused: list[str] = []
 
     def accepted(self, each: Errand, job_id: str) -> None:
         """A job is there that they may have to do something about."""
@@ -96,32 +101,29 @@ class People:
 
     async def _cancel(self, each: Errand, job_id: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        path = f"/api/v1/jobs/{job_id}/cancel"
-        call = self._calling("POST", path, params={"queue": each.queue}, json={"reason": "nobody wants it"})
-        if await self._until_answered(call) is not None:
+        path, params = f"/api/v1/jobs/{job_id}/cancel", {"queue": each.queue}
+        if await self._do("cancelled", path, "nobody wants it", params=params) is not None:
             self._journal.write(CANCELLED, each.number, job_id)
 
     async def _expedite(self, each: Errand, job_id: str) -> None:
         """What waits for its time is due now, unless it is already."""
-        path = f"/api/v1/jobs/{job_id}/retry"
-        call = self._calling("POST", path, params={"queue": each.queue}, json={"reason": "somebody waits for it"})
-        if await self._until_answered(call) is not None:
+        path, params = f"/api/v1/jobs/{job_id}/retry", {"queue": each.queue}
+        if await self._do("expedited", path, "somebody waits for it", params=params) is not None:
             self._journal.write(EXPEDITED, each.number, job_id)
 
     async def _hold_up(self) -> None:
         """Pause a queue for a moment. Not the one of the probes, which measure how long faults hold it up."""
         await asyncio.sleep(self._random.uniform(*_WORKS_S))
         self._holds_up = True
-        await self._pull("pause", paused=True)
+        await self._pull("paused", "pause", paused=True)
         await asyncio.sleep(self._random.uniform(*_PAUSED_S))
-        await self._pull("resume", paused=False)
+        await self._pull("resumed", "resume", paused=False)
         self._holds_up = False
 
-    async def _pull(self, lever: str, *, paused: bool) -> None:
+    async def _pull(self, deed: str, lever: str, *, paused: bool) -> None:
         """Until it is seen to be so: a fail-over may have forgotten it."""
-        call = self._calling("POST", f"/api/v1/queues/{SIDE_QUEUE}/{lever}", json={"reason": "the printer burns"})
         while True:
-            answer = await self._until_answered(call)
+            answer = await self._do(deed, f"/api/v1/queues/{SIDE_QUEUE}/{lever}", "the printer burns")
             if answer is not None and answer["paused"] == paused:
                 return
             await asyncio.sleep(_ROUND_S)
@@ -134,9 +136,9 @@ class People:
 
     async def _vote(self, approval: dict[str, Any]) -> None:
         number = self._journal.numbers[approval["job_id"]]
-        path = f"/api/v1/approvals/{approval['approval_id']}/{errand(self._seed, number, self._folder).decision}"
+        decision = errand(self._seed, number, self._folder).decision
         async with self._hands:
-            await self._until_answered(self._calling("POST", path, json={"reason": "it was due"}))
+            await self._do("voted", f"/api/v1/approvals/{approval['approval_id']}/{decision}", "it was due")
 
     async def _replay(self) -> None:
         page = await self._web.call("GET", "/api/v1/dlq", params={"status": "open", "limit": 500})
@@ -145,28 +147,29 @@ class People:
             if number is None or letter["dlq_id"] in self._seen_letters:
                 continue
             self._seen_letters.add(letter["dlq_id"])
-            if number % _REPLAY_ONE_OF:
-                continue
-            call = self._calling("POST", f"/api/v1/dlq/{letter['dlq_id']}/replay", json={"reason": "try again"})
-            answer = await self._until_answered(call)
-            if answer is not None:
-                self._journal.write(REPLAYED, number, answer["job_id"], letter["job_id"])
+            if number % _REPLAY_ONE_OF == 0:
+                self._later(self._run_again(number, letter))
 
-    def _calling(self, method: str, path: str, **request: Any) -> Callable[[], Awaitable[Any]]:
-        return lambda: self._web.call(method, path, **request)
+    async def _run_again(self, number: int, letter: dict[str, Any]) -> None:
+        answer = await self._do("replayed", f"/api/v1/dlq/{letter['dlq_id']}/replay", "try again")
+        if answer is not None:
+            self._journal.write(REPLAYED, number, answer["job_id"], letter["job_id"])
 
-    async def _until_answered(self, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _do(self, deed: str, path: str, reason: str, **request: Any) -> Any:
         """The answer; None if it was too late for that. No answer may mean that it was done: then it is too late."""
         backoff = Backoff()
         while True:
             try:
-                return await call()
+                answer = await self._web.call("POST", path, json={"reason": reason}, **request)
             except Unavailable:
                 await asyncio.sleep(min(1.0, backoff.next_s()))
             except Refused as exc:
-                if exc.status in _GONE:
-                    return None
-                raise
+                if exc.status not in _GONE:
+                    self.refused.append(f"{path}: {exc}")
+                return None
+            else:
+                self.deeds[deed] += 1
+                return answer
 
 
 async def settle_doubts(app: Holdfast, journal: Journal, folder: Path) -> int:
@@ -184,7 +187,7 @@ async def settle_doubts(app: Holdfast, journal: Journal, folder: Path) -> int:
             continue
         key = str(errand(journal.seed, number, folder).arguments["key"])
         try:
-            await _resolve(app, job.tenant_id, key, done=key in happened)
+            await settle_doubt(app, job.tenant_id, key, done=key in happened)
             await offices.operating.resume(OVERSEER, job.job_id, queue=job.queue, reason="somebody has looked")
         except (TransitionInvalid, Conflict):
             # The list is the ledger's, and a moment late.
@@ -194,7 +197,8 @@ async def settle_doubts(app: Holdfast, journal: Journal, folder: Path) -> int:
     return settled
 
 
-async def _resolve(app: Holdfast, tenant_id: str, key: str, *, done: bool) -> None:
+async def settle_doubt(app: Holdfast, tenant_id: str, key: str, *, done: bool) -> None:
+    """Say of one effect in doubt whether it was done."""
     ledger = app.ledger_port
     assert ledger is not None
     row = await Keyring(ledger.queries.engine).find(tenant_id, key)

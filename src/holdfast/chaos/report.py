@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -25,11 +25,15 @@ class Report(msgspec.Struct, kw_only=True):
     command: str
     struck: list[Struck] = []
     findings: Findings = msgspec.field(default_factory=Findings)
+    #: What people did: the deed → how often.
+    people: dict[str, int] = {}
     #: What cannot be done on this machine, and why.
     cannot: dict[str, str] = {}
     load_s: float = 0.0
     #: From the moment that everything was healed until the last job had ended.
     ended_s: float = 0.0
+    #: From then until upkeep had left nothing in Redis.
+    tidy_s: float = 0.0
     total_s: float = 0.0
 
     @property
@@ -45,21 +49,24 @@ class Report(msgspec.Struct, kw_only=True):
 def summary(report: Report) -> list[tuple[str, str]]:
     """What was done and what came of it, as names and values."""
     found = report.findings
-    ends = ", ".join(f"{count:,} {state}" for state, count in sorted(found.ended.items())) or "none"
+    recovered = sorted(each.recovered_s for each in report.done if each.recovered_s >= 0)
     return [
         ("seed", str(report.seed)),
         ("topology", f"{report.topology}, {report.workers} workers"),
         ("jobs accepted", f"{found.accepted:,} of {report.jobs:,}"),
-        ("ends", ends),
-        ("replayed by people", f"{found.replayed:,}"),
+        ("ends", _counted(found.ended)),
+        ("deeds of people", _counted(report.people)),
         ("faults", f"{len(report.done)} done, {len(report.struck) - len(report.done)} could not be"),
+        *([("seconds to recover", f"{median(recovered):.2f}, at most {recovered[-1]:.2f}")] if recovered else []),
         ("submissions in doubt", f"{found.submissions_in_doubt:,}, all submitted again"),
         ("executions", f"{found.executions:,}, {found.repeated_executions:,} after a lost lease"),
         ("effects", f"{found.effects:,}, {found.effects_in_doubt:,} of them in doubt for a while"),
         ("events", f"{found.ledger.events:,}"),
         ("restored, forked", f"{found.ledger.restores:,}, {found.ledger.forks:,}"),
         ("anomalies", f"{sum(found.anomalies.values()):,}"),
-        ("seconds of load", f"{report.load_s:.0f}, and {report.ended_s:.0f} until the last job had ended"),
+        ("seconds of load", f"{report.load_s:.0f}"),
+        ("… until the last end", f"{report.ended_s:.1f}"),
+        ("… until Redis was empty", f"{report.tidy_s:.1f}"),
         *([("forgotten by Redis", f"{found.forgotten:,}, none of them durable")] if found.forgetful else []),
         *((f"… {why}", f"{count:,}") for why, count in found.forgotten_by.items()),
         ("lost", f"{found.lost:,}" if found.lost else "nothing"),
@@ -111,6 +118,10 @@ def markdown(report: Report) -> str:
     lines += [f"| {' | '.join(row)} |" for row in faults_table(report.struck)]
     lines += ["", *(f"- {defect}" for defect in report.findings.defects)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items())) or "none"
 
 
 def _seconds(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -14,11 +15,11 @@ import msgspec
 from sqlalchemy import func, select
 
 from holdfast.app import Holdfast
-from holdfast.chaos.checks import Findings, check_lag, check_run
+from holdfast.chaos.checks import check_forgotten, check_recoveries, check_run, lagging
 from holdfast.chaos.deployment import Deployment
 from holdfast.chaos.faults import strike
 from holdfast.chaos.journal import Journal
-from holdfast.chaos.leftovers import QUEUES, Leftovers, feed_ends, masters
+from holdfast.chaos.leftovers import Leftovers, feed_ends, masters
 from holdfast.chaos.load import Load, Web, configured, settings_of
 from holdfast.chaos.model import Fault, Struck
 from holdfast.chaos.people import OVERSEER, People, settle_doubts
@@ -35,9 +36,10 @@ from holdfast.settings import Settings
 from holdfast.upkeep.track import STRAYS_S
 
 #: How long work may take to go on after a fault, and how long nothing at all may end before we give up.
-RECOVERY_PATIENCE_S: Final = 60.0
+RECOVERY_PATIENCE_S: Final = 30.0
 PATIENCE_S: Final = 60.0
-#: How long upkeep may take to sweep: what a fail-over left half ended is seen to when it was found twice.
+#: How long upkeep may take to sweep: what a fail-over left half ended is seen to when it was found twice. How long it
+#: really took is in the report.
 _TIDY_PATIENCE_S: Final = 2 * STRAYS_S + 30.0
 #: After the last fault is healed, whoever has lost a lease needs so long to notice.
 _NOTICE_S: Final = 4.0
@@ -68,7 +70,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
         words += [f"--topology {self.topology} --workers {self.workers}"]
         words += [f"--rate {self.rate:g}"] if self.rate else []
         words += [f"--min-replicas {self.min_replicas}"] if self.min_replicas else []
-        words += [f"--redis-server {self.redis_binary}"] if self.redis_binary else []
+        words += [f"--redis-server {shlex.quote(str(self.redis_binary))}"] if self.redis_binary else []
         return " ".join(words)
 
 
@@ -127,7 +129,7 @@ class _Run:
         self._journal = Journal(folder / "journal.jsonl", wish.seed)
         self._stack = AsyncExitStack()
         self._struck: list[Struck] = []
-        self._ended_s = 0.0
+        self._ended_s = self._tidy_s = 0.0
         #: Jobs may be begun up to here: the next fault has its turn then.
         self._limit = 1.0
         parts = {name: part.kinds for name, part in deployment.parts.items()}
@@ -146,9 +148,7 @@ class _Run:
             load_s = time.monotonic() - began
             self._say("healing")
             await self._deployment.heal()
-            healed = time.monotonic()
-            await self._until_ended(people)
-            self._ended_s = time.monotonic() - healed
+            self._ended_s = await self._until_ended(people)
         finally:
             people.cancel()
             with suppress(asyncio.CancelledError):
@@ -181,6 +181,10 @@ class _Run:
             lambda: masters(self._deployment), group=settings.group, feed_tail=settings.feed_tail, cluster=cluster
         )
 
+    async def _lagging(self) -> list[str]:
+        cluster = self._wish.topology == "cluster"
+        return await lagging(self._queries, await feed_ends(masters(self._deployment), cluster=cluster))
+
     # Load and faults -----------------------------------------------------------------------------------------
 
     async def _under_fire(self) -> None:
@@ -192,7 +196,9 @@ class _Run:
                     self._say("under fire")
                     await asyncio.sleep(_LOOK_S)
                 self._limit = self._next_limit(at)
-                await asyncio.gather(*(self._strike(fault) for fault in together))
+                struck = await asyncio.gather(*(self._strike(fault) for fault in together))
+                # Not before: a fault that is over must not be blamed for another one that is not.
+                await asyncio.gather(*map(self._see_recovery, struck))
             self._limit = 1.0
             while not load.done():
                 self._say("submitting")
@@ -215,16 +221,19 @@ class _Run:
     def _next_limit(self, at: float) -> float:
         return min((fault.at for fault in self._plan if fault.at > at), default=1.0)
 
-    async def _strike(self, fault: Fault) -> None:
+    async def _strike(self, fault: Fault) -> Struck:
         accepted = self._load.accepted
         self._say("under fire", f"{fault.kind} {fault.target}")
         began_at = time.time()
         skipped = await strike(self._deployment, fault)
-        struck = Struck(fault=fault, accepted=accepted, skipped=skipped, began_at=began_at, over_at=time.time())
-        if not skipped:
+        return Struck(fault=fault, accepted=accepted, skipped=skipped, began_at=began_at, over_at=time.time())
+
+    async def _see_recovery(self, struck: Struck) -> None:
+        fault = struck.fault
+        if not struck.skipped:
             struck = msgspec.structs.replace(struck, recovered_s=await self._recovered(fault.number))
         self._struck.append(struck)
-        after = skipped or f"work went on after {struck.recovered_s:.2f} s"
+        after = struck.skipped or f"work went on after {struck.recovered_s:.2f} s"
         self._say("under fire", f"{fault.kind} {fault.target}: {after}")
 
     async def _recovered(self, number: int) -> float:
@@ -248,18 +257,21 @@ class _Run:
 
     # Afterwards ----------------------------------------------------------------------------------------------
 
-    async def _until_ended(self, people: asyncio.Task[None]) -> None:
-        """Every accepted job has its end in the ledger, or nothing has moved for too long."""
+    async def _until_ended(self, people: asyncio.Task[None]) -> float:
+        """Every job has its end in the ledger, or nothing has moved for too long; seconds until the last move."""
+        began = time.monotonic()
         if self._plan:
             await asyncio.sleep(_NOTICE_S)
         moved, seen = time.monotonic(), (0, 0)
         while time.monotonic() - moved < PATIENCE_S:
             if people.done():
                 await people
+            # In this order: what is in the feeds now is in the ledger that is looked at next.
+            lags = await self._lagging()
             rows, left = await self._left()
             ended = rows - sum(left.values())
-            if not left and len(self._journal.numbers) <= rows and not self._people.busy:
-                return
+            if not left and not lags and not self._people.busy:
+                return time.monotonic() - began
             shown = ", ".join(f"{count} {state}" for state, count in sorted(left.items()))
             self._say("waiting for the last jobs", ended=ended, left=shown or "some on their way to the ledger")
             with suppress(Unavailable):
@@ -267,6 +279,7 @@ class _Run:
             if (rows, ended) != seen:
                 moved, seen = time.monotonic(), (rows, ended)
             await asyncio.sleep(0.5)
+        return moved - began
 
     async def _left(self) -> tuple[int, dict[str, int]]:
         """How many jobs the ledger has, and those that have no end, by state and task."""
@@ -279,29 +292,30 @@ class _Run:
         return int(rows), left
 
     async def _until_tidy(self) -> list[str]:
-        """What is left in Redis after upkeep had its time."""
+        """What is left in Redis after upkeep had its time. It gets no help from here."""
         self._say("sweeping")
-        deadline = time.monotonic() + _TIDY_PATIENCE_S
+        began = time.monotonic()
         while True:
-            # After a fail-over the first call may find the old master.
-            with suppress(Unavailable):
-                await self._direct.engine.prune(QUEUES)
             found = await self._leftovers.find()
-            if not found or time.monotonic() > deadline:
+            self._tidy_s = time.monotonic() - began
+            if not found or self._tidy_s > _TIDY_PATIENCE_S:
                 return found
             await asyncio.sleep(1)
 
     async def _report(self, load_s: float, leftovers: Sequence[str]) -> Report:
         forgetful = self._wish.topology != "single"
-        findings = await check_run(self._queries, self._journal, self._folder, forgetful=forgetful)
-        cluster = self._wish.topology == "cluster"
-        await check_lag(self._queries, await feed_ends(masters(self._deployment), cluster=cluster), findings)
-        for left in leftovers:
-            findings.add(f"left in Redis: {left}")
-        self._check_recoveries(findings)
-        accepted_at = [self._journal.accepted_at[job_id] for job_id in findings.forgotten_jobs]
+        findings = await check_run(self._queries, self._journal, self._folder, self._wish.jobs, forgetful=forgetful)
+        for defect in [
+            *(f"the ledger lags: {lag}" for lag in await self._lagging()),
+            *(f"left in Redis: {left}" for left in leftovers),
+            *(f"people were refused: {what}" for what in self._people.refused),
+            *check_recoveries(self._struck, RECOVERY_PATIENCE_S),
+        ]:
+            findings.add(defect)
         servers = self._deployment.topology.servers if self._deployment.topology is not None else {}
-        findings.forgotten_by = blame(accepted_at, [each for each in self._struck if each.fault.target in servers])
+        guilty = [each for each in self._struck if each.fault.target in servers]
+        check_forgotten(findings, self._journal, guilty)
+        findings.forgotten_by = blame([self._journal.accepted_at[each] for each in findings.forgotten_jobs], guilty)
         return Report(
             seed=self._wish.seed,
             topology=self._wish.topology,
@@ -311,19 +325,12 @@ class _Run:
             command=self._wish.command,
             struck=sorted(self._struck, key=lambda struck: struck.fault.number),
             findings=findings,
+            people=dict(self._people.deeds),
             cannot=self._deployment.cannot,
             load_s=load_s,
             ended_s=self._ended_s,
+            tidy_s=self._tidy_s,
         )
-
-    def _check_recoveries(self, findings: Findings) -> None:
-        for struck in self._struck:
-            if not struck.skipped and struck.recovered_s < 0:
-                fault = struck.fault
-                findings.add(
-                    f"no job ended within {RECOVERY_PATIENCE_S:g} s after fault {fault.number}, "
-                    f"{fault.kind} {fault.target}"
-                )
 
     @property
     def _queries(self) -> Queries:

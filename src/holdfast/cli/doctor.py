@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import typer
@@ -82,7 +83,8 @@ async def examine_ledger(settings: Settings, engine: Engine, queues: Sequence[st
     try:
         findings = await ledger.diagnose()
         if ledger.projection is not None and findings[0].ok:
-            findings += [await _lag(engine, ledger.projection, name) for name in queues]
+            lags, _ = await engine.reach(queues, partial(_lag, engine, ledger.projection))
+            findings += lags.values()
         return findings
     finally:
         await ledger.close()
@@ -130,7 +132,9 @@ async def _clock(engine: Engine) -> Finding:
 
 
 async def _workers(engine: Engine, queues: Sequence[str]) -> list[Finding]:
-    return [await _worker(engine, name) for name in queues]
+    # Those that do not answer are the engine's to tell.
+    found, _ = await engine.reach(queues, partial(_worker, engine))
+    return list(found.values())
 
 
 async def _worker(engine: Engine, queue: str) -> Finding:

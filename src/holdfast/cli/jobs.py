@@ -22,6 +22,7 @@ from holdfast.core.states import FINAL, State
 from holdfast.core.story import BrokenStory, fold
 from holdfast.errors import InvalidOption, UnknownJob
 from holdfast.people.operating import Operating
+from holdfast.people.reaching import unreached
 from holdfast.people.scope import scope
 
 if TYPE_CHECKING:
@@ -324,16 +325,20 @@ async def _act(
 async def _list_engine(
     both: Stores, queue: list[str] | None, state: list[State] | None, limit: int, *, as_json: bool
 ) -> None:
-    found: list[JobView] = []
-    for name in await queues_or_all(both.engine, queue):
-        found += await both.engine.find(name, state or list(State), limit)
+    async def find(name: str) -> list[JobView]:
+        return await both.engine.find(name, state or list(State), limit)
+
+    found, away = await both.engine.reach(await queues_or_all(both.engine, queue), find)
     now_ms = await both.engine.now_ms()
-    views = sorted(found, key=lambda view: view.created_at_ms, reverse=True)[:limit]
+    jobs = [view for views in found.values() for view in views]
+    views = sorted(jobs, key=lambda view: view.created_at_ms, reverse=True)[:limit]
     if as_json:
         emit_json([job_document(view) for view in views])
-        return
-    emit_rows(_COLUMNS, [engine_row(view, now_ms) for view in views], empty="no jobs")
-    note("from the engine: there is no ledger, and jobs that ended are forgotten in time")
+    else:
+        emit_rows(_COLUMNS, [engine_row(view, now_ms) for view in views], empty="no jobs")
+        note("from the engine: there is no ledger, and jobs that ended are forgotten in time")
+    if away:
+        raise unreached(away)
 
 
 async def _pages(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from holdfast.cli.command import AsJson, Connection, Queues, command
+from holdfast.cli.lookup import as_far_as_known
 from holdfast.cli.output import emit_json, emit_rows, on_terminal
 from holdfast.cli.who import at_work
 from holdfast.core.states import FINAL, State
@@ -33,7 +34,13 @@ Reason = Annotated[str, typer.Option(help="Why; kept in the log.")]
 async def list_queues(at: Connection, queue: Queues = None, as_json: AsJson = False) -> None:
     """Every queue: open jobs by state, workers, dead letters, controls."""
     async with at_work(at) as (offices, person):
-        found = await offices.operating.queues(person, queue or ())
+        found, missing = await as_far_as_known(offices.operating.queues(person, queue or ()))
+    _show(found, as_json=as_json)
+    if missing is not None:
+        raise missing
+
+
+def _show(found: Sequence[QueueView], *, as_json: bool) -> None:
     if as_json:
         emit_json([_document(view) for view in found])
         return

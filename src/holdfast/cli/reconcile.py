@@ -11,6 +11,7 @@ from holdfast.app import Holdfast
 from holdfast.cli.command import AsJson, Connection, Queues, command
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.errors import InvalidOption
+from holdfast.people.reaching import unreached
 
 if TYPE_CHECKING:
     from holdfast.upkeep.reconciler import LostJob, Report
@@ -50,6 +51,8 @@ async def reconcile(at: Connection, queue: Queues = None, dry_run: DryRun = Fals
         emit_json(_document(report, dry_run=dry_run))
     else:
         _print(report, dry_run=dry_run)
+    if report.away:
+        raise unreached(report.away)
 
 
 def _print(report: Report, *, dry_run: bool) -> None:
@@ -81,6 +84,7 @@ def _document(report: Report, *, dry_run: bool) -> dict[str, Any]:
         "lost": report.lost,
         "restored": report.restored,
         "skipped": report.skipped,
+        "away": sorted(report.away),
         "jobs": [msgspec.structs.asdict(job.key) | _own(job) for job in report.jobs],
     }
 

@@ -40,6 +40,21 @@ class Sample:
     rates: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All queues at one look."""
+
+    samples: list[Sample]
+    #: Those that did not answer, while others did.
+    away: list[str]
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is left to do, as far as one can know: in a queue that does not answer there may be."""
+        counts = (sample.stats.states.get(state, 0) for sample in self.samples for state in _MOVING)
+        return not self.away and not any(counts)
+
+
 @dataclass(slots=True)
 class Sampler:
     """Looks at all queues; remembers where it was in each feed."""
@@ -49,11 +64,16 @@ class Sampler:
     _followers: dict[str, Follower] = field(default_factory=dict)
     _looked_at: float = 0.0
 
-    async def look(self) -> list[Sample]:
+    async def look(self) -> Look:
         names = await queues_or_all(self.engine, self.queues)
         elapsed = time.monotonic() - self._looked_at
         self._looked_at = time.monotonic()
-        return [Sample(await self.engine.stats(name), await self._rates(name, elapsed)) for name in names]
+
+        async def sample(name: str) -> Sample:
+            return Sample(await self.engine.stats(name), await self._rates(name, elapsed))
+
+        found, away = await self.engine.reach(names, sample)
+        return Look(list(found.values()), sorted(away))
 
     async def _rates(self, queue: str, elapsed: float) -> dict[str, float]:
         follower = self._followers.get(queue)
@@ -80,9 +100,9 @@ async def watch(
     try:
         with _Screen(as_json) as screen:
             while True:
-                samples = await sampler.look()
-                screen.show(samples)
-                if until_empty and _is_empty(samples):
+                look = await sampler.look()
+                screen.show(look)
+                if until_empty and look.is_empty:
                     return ExitCode.OK
                 if give_up_at is not None and time.monotonic() >= give_up_at:
                     break
@@ -109,18 +129,17 @@ class _Screen:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, samples: list[Sample]) -> None:
+    def show(self, look: Look) -> None:
         if self._as_json:
-            emit_json_line({"at": iso(now_ms()), "queues": [_document(sample) for sample in samples]})
+            queues = [_document(sample) for sample in look.samples]
+            emit_json_line({"at": iso(now_ms()), "queues": queues, "away": look.away})
         elif self._live is not None:
-            self._live.update(_table(samples), refresh=True)
+            self._live.update(_table(look), refresh=True)
         else:
-            for sample in samples:
+            for sample in look.samples:
                 print(_line(sample), flush=True)
-
-
-def _is_empty(samples: list[Sample]) -> bool:
-    return not any(sample.stats.states.get(state, 0) for sample in samples for state in _MOVING)
+            for queue in look.away:
+                print(f"{instant(now_ms())} queue={queue} away", flush=True)
 
 
 def _document(sample: Sample) -> dict[str, Any]:
@@ -135,7 +154,8 @@ def _document(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _table(samples: list[Sample]) -> Table:
+def _table(look: Look) -> Table:
+    samples = look.samples
     shown = [state for state in _OPEN if state in _MOVING or any(sample.stats.states.get(state) for sample in samples)]
     columns = ("queue", *(state.value for state in shown), "workers", *(f"{name}/s" for name in _RATES))
     rows = [
@@ -147,6 +167,7 @@ def _table(samples: list[Sample]) -> Table:
         )
         for sample in samples
     ]
+    rows += [(f"{queue} (away)", *("–" for _ in columns[1:])) for queue in look.away]
     return as_table(columns, rows, title=f"{instant(now_ms())}   Ctrl-C ends")
 
 

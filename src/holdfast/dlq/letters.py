@@ -149,15 +149,28 @@ class Letters:
 
     async def carry_on(self, limit: int = 100) -> int:
         """Hand in what is marked and was left behind, so many at a time; how many. Those that the engine refuses are
-        tried again later, and hinder no others."""
+        tried again later, and hinder no others.
+
+        Raises in the end if the engine did not answer for some of them.
+        """
         count, last = 0, None
+        away: dict[str, EngineUnavailable] = {}
         while True:
             rows = await self._people.unsubmitted_replays(limit, last)
             for row in rows:
-                count += await self._hand_in(row)
+                if row.queue in away:
+                    continue
+                try:
+                    count += await self._hand_in(row)
+                except EngineUnavailable as exc:
+                    # Other queues may be on a part of the store that answers.
+                    away[row.queue] = exc
             if len(rows) < limit:
-                return count
+                break
             last = rows[-1]
+        for failure in away.values():
+            raise failure
+        return count
 
     async def _hand_in(self, row: ReplayRow) -> bool:
         try:

@@ -463,8 +463,8 @@ class Engine(Protocol):
     async def reach(
         self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]
     ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
-        """Take a step for each queue, in order: what came of it, and, where queues are on several servers, which of
-        them did not answer, and why. Raises if none did."""
+        """Take a step for each queue, in order: what came of it, and which of them did not answer while others did, and
+        why: queues may be on several servers, and one may be damaged. Raises if none did."""
         return {queue: await step(queue) for queue in queues}, {}
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:

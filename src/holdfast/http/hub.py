@@ -153,7 +153,8 @@ class Hub:
                     await self._look_for_queues()
                     self._look_at = loop.time() + _QUEUES_S
                 self._begun.set()
-                told = [each for queue in list(self._at) for each in await self._read_on(queue)]
+                read, _ = await self._engine.reach(list(self._at), self._read_on)
+                told = [each for of_queue in read.values() for each in of_queue]
                 if told:
                     await self._name(told)
                     woken = self._publish(told)

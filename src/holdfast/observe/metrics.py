@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -106,27 +105,13 @@ async def _look_at_engine(app: App) -> list[QueueSight] | None:
     try:
         async with asyncio.timeout(_PATIENCE_S):
             queues = await engine.queues()
-            seen, failure = await _stats(engine, queues)
+            seen, away = await engine.reach(queues, engine.stats)
     except (EngineUnavailable, TimeoutError) as exc:
         _log.info("the engine does not answer a scrape: %s", exc)
         return None
-    if failure is not None:
-        _log.info("the engine does not answer a scrape for some queues: %s", failure)
-        if not seen:
-            return None
-    return [await _queue_sight(app.settings, engine, ledger, stats) for stats in seen]
-
-
-async def _stats(engine: Engine, queues: Sequence[str]) -> tuple[list[QueueStats], EngineUnavailable | None]:
-    """Of those queues that answer, and why others do not: they may be on a part of the store that is away."""
-    seen: list[QueueStats] = []
-    failure: EngineUnavailable | None = None
-    for queue in queues:
-        try:
-            seen.append(await engine.stats(queue))
-        except EngineUnavailable as exc:
-            failure = exc
-    return seen, failure
+    if away:
+        _log.info("the engine does not answer a scrape for %s", ", ".join(sorted(away)))
+    return [await _queue_sight(app.settings, engine, ledger, stats) for stats in seen.values()]
 
 
 async def _queue_sight(settings: Settings, engine: Engine, ledger: Ledger | None, stats: QueueStats) -> QueueSight:

@@ -15,8 +15,9 @@ from holdfast.core.job import JobView
 from holdfast.core.person import Person, Right
 from holdfast.core.states import OPERATOR_PREFIX, State
 from holdfast.core.story import BrokenStory, fold
-from holdfast.engine.port import Control, Engine, TenantControl, WorkerView
+from holdfast.engine.port import Control, Engine, PartlyDone, TenantControl, WorkerView
 from holdfast.errors import ControlChanged, LedgerUnavailable, NoLedger, TransitionInvalid, UnknownJob
+from holdfast.people.reaching import find_among, unreached
 from holdfast.people.scope import check_reason, scope
 from holdfast.people.views import QueueView, narrowed, own_control, whole
 
@@ -121,13 +122,23 @@ class Operating:
         return await self._change(person, queue, reason, "tenant", change)
 
     async def queues(self, person: Person, names: Sequence[str] = ()) -> list[QueueView]:
-        """Every queue, or those named. Who is not of every tenant sees those with jobs of their own, and only these."""
+        """Every queue, or those named. Who is not of every tenant sees those with jobs of their own, and only these.
+
+        Raises `PartlyDone`, with the others, if the engine does not answer for some.
+        """
         person.check(Right.READ)
         wanted = list(dict.fromkeys(names)) or await self._engine.queues()
-        if person.sees_all:
-            return [whole(await self._engine.stats(name)) for name in wanted]
-        found = [await self._own_part(person, name) for name in wanted]
-        return [view for view in found if view is not None]
+
+        async def look(name: str) -> QueueView | None:
+            if person.sees_all:
+                return whole(await self._engine.stats(name))
+            return await self._own_part(person, name)
+
+        found, away = await self._engine.reach(wanted, look)
+        views = [view for view in found.values() if view is not None]
+        if away:
+            raise PartlyDone(unreached(away), views)
+        return views
 
     async def control(self, person: Person, queue: str) -> Control:
         """A queue's controls; of other tenants' parts only who is of every tenant sees any."""
@@ -185,11 +196,8 @@ class Operating:
         return view
 
     async def _live(self, person: Person, job_id: str, queue: str | None) -> JobView | None:
-        for name in [queue] if queue is not None else await self._likely(person, job_id):
-            (view,) = await self._engine.get(name, [job_id])
-            if view is not None and person.sees(view.tenant_id):
-                return view
-        return None
+        names = [queue] if queue is not None else await self._likely(person, job_id)
+        return await find_among(self._engine, names, job_id, person)
 
     async def _likely(self, person: Person, job_id: str) -> list[str]:
         """Queues to look in: the one that the ledger names, which spares a question to each of the others."""

@@ -10,8 +10,9 @@ Nothing has to go back if the feed still has the entry that the ledger read last
 written in one step, and a replica gets all steps in order (decision 0019).
 
 Any number may do so at once, here or in other processes: a key that is known stays as it is. The ledger being down must
-not stop intake: then the queue is opened without its keys, and the log says so. A submission does not wait for long to
-find that out (`Patience`); but once the ledger has answered, all keys are waited for.
+not stop intake: for a submission the queue is then opened without its keys, and the log says so. It does not wait for
+long to find that out (`Patience`); but once the ledger has answered, all keys are waited for. Whoever cannot go on
+without the ledger anyway (projector, reconciler, replays) opens nothing without it (`insist`), and tries again later.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.core.job import Envelope, Receipt
 from holdfast.engine.port import MAX_BATCH, Engine
@@ -79,8 +81,13 @@ class Patience:
             asked.exception()
 
 
-async def admit(engine: Engine, ledger: Ledger | None, queue: str, patience: Patience | None = None) -> int:
-    """Refill the queue's keys, then register its reader; how many keys the ledger gave. Repeatable."""
+async def admit(
+    engine: Engine, ledger: Ledger | None, queue: str, patience: Patience | None = None, *, insist: bool = False
+) -> int:
+    """Refill the queue's keys, then register its reader; how many keys the ledger gave. Repeatable.
+
+    With `insist` raises what the ledger raises, and nothing is opened; without, the queue is opened all the same.
+    """
     count = 0
     # Before anything else: if another memory takes over meanwhile, what is registered is not the one that takes jobs.
     incarnation = await engine.incarnation(queue)
@@ -88,6 +95,8 @@ async def admit(engine: Engine, ledger: Ledger | None, queue: str, patience: Pat
         try:
             count = await _refill_in_earnest(engine, ledger, queue, patience)
         except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
+            if insist:
+                raise
             # Without its tables, or with somebody else's, it is as good as down: who opens it is told.
             _log.warning(
                 "queue %s takes jobs again although the ledger cannot be asked for its idempotency keys; "
@@ -102,18 +111,18 @@ async def admit(engine: Engine, ledger: Ledger | None, queue: str, patience: Pat
 
 
 class AdmittingDesk:
-    """Takes jobs one by one, and opens the queue's intake before, where that is needed."""
+    """Takes jobs of the ledger one by one, and opens the queue's intake before, where that is needed."""
 
     def __init__(self, engine: Engine, ledger: Ledger) -> None:
         self._engine = engine
         self._ledger = ledger
 
     async def submit(self, envelope: Envelope) -> Receipt:
-        """Raises what the engine's `submit` raises."""
+        """Raises what the engine's `submit` raises, and `LedgerUnavailable`."""
         try:
             (receipt,) = await self._engine.submit([envelope])
         except FeedUnread as exc:
-            await admit(self._engine, self._ledger, exc.queue)
+            await admit(self._engine, self._ledger, exc.queue, insist=True)
             (receipt,) = await self._engine.submit([envelope])
         return receipt
 
@@ -125,6 +134,7 @@ async def _refill_in_earnest(engine: Engine, ledger: Ledger, queue: str, patienc
         try:
             return await _refill(engine, ledger, queue, patience)
         except LedgerUnavailable:
+            obey_cancellation()
             if backoff.failures == _TRIES - 1:
                 raise
             await asyncio.sleep(backoff.next_s())

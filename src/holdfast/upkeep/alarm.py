@@ -19,7 +19,7 @@ from holdfast.ledger.people import Action
 from holdfast.ledger.port import Ledger
 from holdfast.settings import Settings
 from holdfast.upkeep.complaint import Complaint
-from holdfast.upkeep.loop import Queues, for_each, forever
+from holdfast.upkeep.loop import Queues, forever
 
 _log: Final = logging.getLogger("holdfast.alarm")
 
@@ -64,7 +64,7 @@ class Alarm:
     async def look(self) -> float:
         """One look at all queues; returns the seconds to the next."""
         try:
-            await for_each(await self._queues.now(), self._look_at)
+            await self._engine.reach(await self._queues.now(), self._look_at)
             self._complaint.over()
         except LedgerUnavailable as exc:
             self._complaint.say(logging.WARNING, "alerts wait for the ledger: %s", exc)

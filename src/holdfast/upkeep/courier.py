@@ -105,7 +105,7 @@ class Courier:
             return await self._engine.submit(envelopes)
         except FeedUnread as exc:
             # The first delivery ever, or the first after a wipe.
-            await admit(self._engine, self._ledger, exc.queue, self._patience)
+            await admit(self._engine, self._ledger, exc.queue, self._patience, insist=True)
             return await self._engine.submit(envelopes)
 
     async def _remembered(self, keys: Sequence[JobKey]) -> bool:

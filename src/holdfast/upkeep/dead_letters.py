@@ -5,7 +5,8 @@
 Every step may be repeated, so a crash between any two costs nothing: what is unacknowledged is sent again.
 
 The other way round, a job may wait in the engine although the ledger has nothing to tell: the ledger was replaced, set
-back to a backup, or switched off. `strays` and `Unrecorded` see to those.
+back to a backup, or switched off; or a replica of the engine took over that was behind, after the letter had been
+acknowledged, or the job had ended. `strays` and `Unrecorded` see to those.
 """
 
 from __future__ import annotations
@@ -139,19 +140,25 @@ class DeadLetters:
         if before is None or not await self._has(queue, at, before[1]):
             return []
         lost = {JobKey(view.tenant_id, queue, view.job_id): view for view in views if view.job_id in before[0]}
-        for letter in await self._projection.letters(list(lost)):
+        letters = await self._projection.letters(list(lost))
+        for letter in letters:
             del lost[letter.key]
-            await self._tell(letter)
         events: list[Event] = []
         stories = await self._ledger.recovery.stories(list(lost)) if lost else {}
         for key, story in stories.items():
             if any(event.to_state in FINAL for event in story):
-                await self._tell(DeadLetter(key, lost[key].meta.dlq_id))
+                letters.append(DeadLetter(key, lost[key].meta.dlq_id))
                 continue
             _log.error("the ledger has missed the end of job %s in queue %s; it is told now", key.job_id, queue)
             events += [] if story else [_creation(lost[key])]
             events.append(_death(lost[key], await self._engine.now_ms()))
+        for start in range(0, len(letters), _TOGETHER):
+            await self._send(letters[start : start + _TOGETHER])
         return events
+
+    def are_waited_for(self, queue: str) -> bool:
+        """Whether jobs waited at the last look for `strays`."""
+        return queue in self._waited
 
     async def _has(self, queue: str, at: Position, end: Survey) -> bool:
         if (at.position, at.nonce) == (end.position, end.nonce):

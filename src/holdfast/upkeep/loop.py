@@ -44,18 +44,6 @@ async def pause(seconds: float, wake: asyncio.Event | None) -> None:
         return
 
 
-async def for_each(queues: Sequence[str], step: Callable[[str], Awaitable[object]]) -> None:
-    """A step for each queue. One whose part of the store is away keeps no other from its step; raised in the end."""
-    failure: EngineUnavailable | None = None
-    for queue in queues:
-        try:
-            await step(queue)
-        except EngineUnavailable as exc:
-            failure = exc
-    if failure is not None:
-        raise failure
-
-
 class Queues:
     """Which queues to keep: those that were named, else all that the engine knows at the moment."""
 

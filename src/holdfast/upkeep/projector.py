@@ -177,7 +177,8 @@ class Projector:
         self._round_at = time.monotonic() + self._round_s
 
     async def _names(self) -> set[str]:
-        names = set(await self._queues.now())
+        # Those that could not be projected, too: an engine that was wiped lists none before it is admitted.
+        names = {*await self._queues.now(), *self._troubles}
         if self._anew:
             await self._ledger.open()
             if not self._queues.named:
@@ -218,7 +219,7 @@ class Projector:
         self._leased(track)
         if not at.position:
             # Its first reader. A feed that has our position has our registration, too.
-            await admit(self._engine, self._ledger, queue)
+            await admit(self._engine, self._ledger, queue, insist=True)
         self._tell(track)
 
     async def _keep(self, track: Track) -> None:
@@ -381,6 +382,8 @@ class Projector:
             # It is not: while we were stopped, another one went on, and has trimmed what we look for.
             raise PositionMoved(track.queue)
         track.drop_ahead()
+        # Before the position moves: a feed that has been read counts as one whose keys are known.
+        await admit(self._engine, self._ledger, track.queue, insist=True)
         track.astray = True
         self.counts.forks += 1
         _log.error(
@@ -389,9 +392,9 @@ class Projector:
             track.queue,
             track.at.position,
         )
-        await admit(self._engine, self._ledger, track.queue)
         # Jobs may wait again for answers that the engine had been told. Before the position moves, which ends the fork.
         await self._ledger.people.undeliver(track.queue, _FORGOTTEN_MS)
+        track.strays_at = 0.0
         if self._forked is not None:
             self._forked(track.queue)
 
@@ -455,11 +458,12 @@ class Projector:
             track.tell_at = time.monotonic() + _LETTERS_S
 
     async def _see_to_strays(self, track: Track) -> None:
-        """Jobs that wait for the ledger although it has no dead letter of them: it was replaced, or set back."""
-        track.look_for_strays_later()
+        """Jobs that wait for the ledger, which has nothing to tell them: one of the two was replaced, or set back."""
+        track.look_for_strays_later(soon=False)
         if not track.at.position:
             return
         events = await self._letters.strays(track.queue, track.at)
+        track.look_for_strays_later(soon=self._letters.are_waited_for(track.queue))
         if events:
             # Fenced by the position like any other batch, which stays where it is.
             await self._write_all(track, [FeedEntry(track.at.position, track.at.nonce, events)])

@@ -7,7 +7,7 @@ from typing import Final
 
 from holdfast.engine.port import Engine
 from holdfast.upkeep.dead_letters import Unrecorded
-from holdfast.upkeep.loop import Queues, for_each, forever
+from holdfast.upkeep.loop import Queues, forever
 
 _PAUSE_S: Final = 30.0
 
@@ -28,5 +28,5 @@ class Pruner:
     async def _turn(self) -> float:
         queues = await self._queues.now()
         await self._engine.prune(queues)
-        await for_each(queues, self._unrecorded.move_on)
+        await self._engine.reach(queues, self._unrecorded.move_on)
         return _PAUSE_S * self._random.uniform(0.8, 1.2)

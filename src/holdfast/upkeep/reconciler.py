@@ -57,7 +57,7 @@ from holdfast.core.job import JobView
 from holdfast.core.states import State
 from holdfast.core.story import BrokenStory, fold
 from holdfast.engine.port import MAX_BATCH, Engine, FeedEntry, Survey
-from holdfast.errors import LedgerUnavailable
+from holdfast.errors import EngineUnavailable, LedgerUnavailable
 from holdfast.ledger.keys import JobKey
 from holdfast.upkeep.admission import admit
 from holdfast.upkeep.loop import forever
@@ -71,6 +71,8 @@ _log: Final = logging.getLogger("holdfast.reconciler")
 _CUT_SHARE: Final = 0.1
 #: How long a page waits for the ledger to reach its cut; a ledger that is further behind is for the next pass.
 _REACH_S: Final = 30.0
+#: Queues whose part of the engine did not answer are looked at again after this.
+_AWAY_S: Final = 30.0
 #: Tries to find the feed's end and to use it before the projector has trimmed it; the pause between them.
 _TRIES: Final = 40
 _PAUSE_MS: Final = 50
@@ -114,6 +116,8 @@ class Report(msgspec.Struct):
     skipped: dict[str, int] = msgspec.field(default_factory=dict)
     #: The lost ones by name, up to a thousand.
     jobs: list[LostJob] = msgspec.field(default_factory=list)
+    #: Queues that could not be looked at, because the engine did not answer for them, and why.
+    away: dict[str, EngineUnavailable] = msgspec.field(default_factory=dict)
 
     def skip(self, reason: str, count: int) -> None:
         if count:
@@ -159,16 +163,20 @@ class Reconciler:
             _log.debug("woken after its event loop has ended")
 
     async def reconcile(self, *, dry_run: bool = False) -> Report:
-        """One pass over all queues. Raises `LedgerUnavailable` or `EngineUnavailable`; what was restored stays."""
+        """One pass over all queues. Raises `LedgerUnavailable`, or `EngineUnavailable` if no queue could be looked at;
+        what was restored stays."""
         report = Report()
         projection = self._ledger.projection
         if projection is None:
             # Engine and ledger are one file: neither can lose what the other has.
             return report
-        for queue in await self._names():
+
+        async def look(queue: str) -> None:
             async for page in self._ledger.recovery.open_jobs(queue, MAX_BATCH):
-                report.checked += len(page)
                 await self._compare(projection, queue, page, report, dry_run)
+                report.checked += len(page)
+
+        _, report.away = await self._engine.reach(await self._names(), look)
         return report
 
     async def _turn(self) -> float:
@@ -186,12 +194,21 @@ class Reconciler:
                     report.restored,
                     report.skipped or "none",
                 )
+            if report.away:
+                return min(_AWAY_S, self._interval_s) * self._random.uniform(0.8, 1.2)
         return self._interval_s * self._random.uniform(0.8, 1.2)
 
     async def _names(self) -> list[str]:
         if self._queues:
             return list(self._queues)
-        return sorted({*await self._ledger.recovery.queues(), *await self._engine.queues()})
+        names = set(await self._ledger.recovery.queues())
+        try:
+            names.update(await self._engine.queues())
+        except EngineUnavailable:
+            # On a Cluster the list is on a node of its own: those that the ledger has heard of can do without it.
+            if not names:
+                raise
+        return sorted(names)
 
     # One page --------------------------------------------------------------------------------------
 
@@ -259,7 +276,7 @@ class Reconciler:
     ) -> None:
         if not cut.position:
             # Wiped, and nobody has submitted since: its keys first, and a reader, so that nothing unread is dropped.
-            await admit(self._engine, self._ledger, queue)
+            await admit(self._engine, self._ledger, queue, insist=True)
         left = dict(views)
         for _ in range(_TRIES):
             # In this order: what the ledger says of the jobs is no older than the position that we noted.

@@ -29,8 +29,10 @@ _MOST_READ: Final = 500
 #: A queue that cannot be projected is tried again after this, twice as long each time, up to …
 _TROUBLE_S: Final = 0.1
 _MOST_TROUBLE_S: Final = 30.0
-#: How often to look for dead letters in the engine that the ledger has no word of.
+#: How often to look for jobs in the engine that wait for a word of the ledger, and how soon again if there are any:
+#: of those that wait at two looks in a row the ledger may have nothing to say.
 STRAYS_S: Final = 30.0
+STRAYS_AGAIN_S: Final = 5.0
 
 
 class Fork(Exception):
@@ -88,7 +90,8 @@ class Track:
         self.ahead: asyncio.Task[Next] | None = None
         #: How large its entries were, last time.
         self.entry_size = 0
-        self.look_for_strays_later()
+        #: At once, at first: another engine may have taken over, as it was some time ago.
+        self.strays_at = 0.0
         self.telling: asyncio.Task[None] | None = None
         self.tell_at = 0.0
 
@@ -137,8 +140,8 @@ class Track:
             limit = min(_MOST_READ, wanted + 2)
         return entries
 
-    def look_for_strays_later(self) -> None:
-        self.strays_at = time.monotonic() + STRAYS_S
+    def look_for_strays_later(self, *, soon: bool) -> None:
+        self.strays_at = time.monotonic() + (STRAYS_AGAIN_S if soon else STRAYS_S)
 
     def drop_ahead(self) -> None:
         self.pending = None

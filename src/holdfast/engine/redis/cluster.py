@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from holdfast.engine.redis.client import Client, Purpose, Redirected, Script, ScriptError
+from holdfast.engine.redis.client import Client, Purpose, Redirected, Script, ScriptError, Unreachable
 from holdfast.engine.redis.connection import Subscription
 from holdfast.engine.redis.url import Seeds, split_place
 from holdfast.errors import EngineUnavailable
@@ -127,7 +127,7 @@ class ClusterClient(Client):
         return self._known()
 
     def _known(self) -> list[Client]:
-        return list(dict.fromkeys(node for node in self._routes if node is not None))
+        return [node for node in dict.fromkeys(self._routes) if node is not None]
 
     def drop(self, purpose: Purpose) -> None:
         for node in self._nodes.values():
@@ -163,7 +163,8 @@ class ClusterClient(Client):
         if self._routes is _UNKNOWN:
             await self._learn_routes()
         failure = EngineUnavailable("no node of the Redis Cluster has slots")
-        for node in self._known():
+        # First the one that answered last: another may hang.
+        for node in sorted(self._known(), key=lambda node: (node.address.host, node.address.port) != self._guide):
             try:
                 return await send(node)
             except EngineUnavailable as exc:
@@ -212,7 +213,7 @@ class ClusterClient(Client):
                     return
                 failures.append(f"{place[0]}:{place[1]} knows of no slots")
             self._guide = None
-            raise EngineUnavailable(f"no node of the Redis Cluster says who has which slot ({'; '.join(failures)})")
+            raise Unreachable(f"no node of the Redis Cluster says who has which slot ({'; '.join(failures)})")
 
     def _routes_from(self, rows: Sequence[Any], asked: str) -> list[Client | None]:
         routes: list[Client | None] = [None] * _SLOTS

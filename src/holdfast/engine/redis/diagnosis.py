@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -26,17 +25,23 @@ class Diagnosis:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def findings(self, queues: Sequence[str]) -> list[Finding]:
+    async def servers(self) -> list[Finding]:
+        """Of a Cluster's masters, one that does not answer is a finding, too."""
+        nodes = await self._store.client.masters()
+        if not self._store.names.cluster:
+            return [finding for node in nodes for finding in await _Server(node).findings()]
         findings: list[Finding] = []
-        for node in await self._store.client.masters():
-            found = await _Server(node).findings()
-            if self._store.names.cluster:
-                where = f"{node.address.host}:{node.address.port}"
-                found = [msgspec.structs.replace(each, check=f"{each.check} of {where}") for each in found]
-            findings += found
-        return findings + [await self._consumers(queue) for queue in queues]
+        for node in nodes:
+            where = f"{node.address.host}:{node.address.port}"
+            try:
+                found = await _Server(node).findings()
+            except EngineUnavailable as exc:
+                found = [Finding("server", False, str(exc), "bring it back, or its replica; its queues wait")]
+            findings += [msgspec.structs.replace(each, check=f"{each.check} of {where}") for each in found]
+        return findings
 
-    async def _consumers(self, queue: str) -> Finding:
+    async def consumers(self, queue: str) -> Finding:
+        """Whether dead ones hold jobs."""
         dead = 0
         enough = 10 * self._store.options.visibility_timeout_ms
         for _, stream in await self._store.lines_in_use(queue, Purpose.OTHER):
@@ -59,6 +64,11 @@ class Diagnosis:
             "run a worker or `holdfast upkeep`: it takes over their jobs and removes them",
             warning=True,
         )
+
+
+def unreached(queue: str, why: EngineUnavailable) -> Finding:
+    """A queue whose node does not answer, while others do."""
+    return Finding(f"queue {queue}", False, f"cannot be reached: {why}", "bring its server back; its jobs wait there")
 
 
 class _Server:

@@ -53,7 +53,7 @@ from holdfast.engine.redis.sentinel import SentinelClient
 from holdfast.engine.redis.settling import Settling
 from holdfast.engine.redis.store import Store
 from holdfast.engine.redis.url import Seeds, Sentinels, is_cluster, parse_url
-from holdfast.errors import EngineUnavailable
+from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.observe.counts import Counts
 from holdfast.settings import Settings
 
@@ -267,13 +267,22 @@ class RedisEngine(Engine):
     async def reach(
         self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]
     ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
-        async def take(queue: str) -> tuple[T]:
-            # Never None: it was taken, whatever came of it.
-            return (await step(queue),)
+        refused: dict[str, EngineUnavailable] = {}
+
+        async def take(queue: str) -> tuple[T] | None:
+            try:
+                return (await step(queue),)
+            except EngineRefused as exc:
+                # Something is wrong with this queue's own keys.
+                refused[queue] = exc
+                self._store.outages.tell(queue, exc)
+                return None
 
         asked, outages = list(queues), self._store.outages
         done = await outages.each(asked, take)
-        away = {queue: outages.why([queue]) for queue in asked if queue not in done}
+        if refused and not done:
+            raise next(iter(refused.values()))
+        away = {queue: refused.get(queue) or outages.why([queue]) for queue in asked if queue not in done}
         return {queue: result for queue, (result,) in done.items()}, away
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, TypeVar
 
 from holdfast.core.backoff import Backoff
+from holdfast.engine.redis.client import Unreachable
 from holdfast.errors import EngineRefused, EngineUnavailable
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
@@ -74,11 +75,12 @@ class Outages:
             asked = [queue for queue in asked if not self.passes_over(queue)] or asked
         done: dict[str, _T] = {}
         failure: EngineUnavailable | None = None
-        gone: set[object] = set()
+        #: Nodes that do not answer at all. (Else it may be one queue's own trouble: its slot is being moved.)
+        gone: dict[object, EngineUnavailable] = {}
         for queue in asked:
-            if failure is not None and self._place(queue) in gone:
+            if gone and (known := gone.get(self._place(queue))) is not None:
                 # Its neighbour has waited for that node already.
-                self._began(queue, failure)
+                self._began(queue, known)
                 continue
             try:
                 result = await step(queue)
@@ -86,7 +88,8 @@ class Outages:
                 if not self.apart or isinstance(exc, EngineRefused):
                     raise
                 failure = exc
-                gone.add(self._place(queue))
+                if isinstance(exc, Unreachable):
+                    gone[self._place(queue)] = exc
                 self._in_doubt.add(queue)
                 self._began(queue, exc)
             else:
@@ -109,13 +112,17 @@ class Outages:
                 outage.asking.cancel()
         self._away.clear()
 
+    def tell(self, queue: str, failure: EngineUnavailable) -> None:
+        """Log it, once in an outage."""
+        if queue not in self.told:
+            self.told.add(queue)
+            _log.warning("queue %s is away, others go on: %s", queue, failure)
+
     def _began(self, queue: str, failure: EngineUnavailable) -> None:
         outage = self._away.get(queue)
         if outage is None:
             outage = self._away[queue] = _Outage(failure)
-            if queue not in self.told:
-                self.told.add(queue)
-                _log.warning("queue %s is away, others go on: %s", queue, failure)
+            self.tell(queue, failure)
         outage.failure, outage.answers = failure, False
         outage.until = time.monotonic() + outage.backoff.next_s()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -33,6 +34,8 @@ _DEAD_AFTER_TIMEOUTS: Final = 2
 _TRIM_BATCH: Final = 1_000
 #: A feed's tail up to this long is cut at every call.
 _SMALL_TAIL: Final = 100
+#: A node that has not told the list of queues is not waited for again so soon.
+_LIST_S: Final = 30.0
 #: An idle worker claims at least this often.
 _IDLE_CLAIM_MS: Final = 10_000
 
@@ -43,8 +46,9 @@ class Readers:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._heard: dict[str, bytes] = {}
-        #: All queues, when they were last asked for.
+        #: All queues, when they were last asked for, and when to ask again if there was no answer.
         self._listed: list[str] = []
+        self._list_at = 0.0
         #: How long each feed was when it was last cut.
         self._kept: dict[str, int] = {}
 
@@ -151,12 +155,20 @@ class Readers:
         ]
 
     async def queues(self) -> list[str]:
+        if self._listed and time.monotonic() < self._list_at:
+            return list(self._listed)
         try:
             names = await self._store.client.call(Purpose.OTHER, b"SMEMBERS", self._store.names.queues)
-        except EngineUnavailable:
-            # On a Cluster the list is on a node of its own; without it, those that are known go on.
-            if not self._store.names.cluster or not self._listed:
+        except EngineUnavailable as exc:
+            if not self._store.names.cluster:
                 raise
+            # On a Cluster the list is on a node of its own; without it, those that are known go on.
+            self._list_at = time.monotonic() + _LIST_S
+            if not self._listed:
+                raise EngineUnavailable(
+                    "the list of queues is on a node of the Redis Cluster that does not answer; name those that you "
+                    f"mean, or bring it back: {exc}"
+                ) from exc
         else:
             self._listed = sorted(name.decode() for name in names)
         return list(self._listed)
