@@ -102,6 +102,7 @@ class RedisPlace(Place):
         self._ledger = ledger
         self._ledger_url = ""
         self._namespace = ""
+        self._loaded = False
         self.clock = SystemClock()
         self.has_ledger = self.apart = ledger is not None
 
@@ -116,10 +117,13 @@ class RedisPlace(Place):
 
     async def begin(self) -> None:
         self._namespace = f"crash-{secrets.token_hex(6)}"
-        client: Any = Redis.from_url(self._url)
-        async with client as redis:
-            for script in scripts():
-                await redis.script_load(script.source)
+        if not self._loaded:
+            # Whether the server knows them already must not change which calls there are.
+            client: Any = Redis.from_url(self._url)
+            async with client as redis:
+                for script in scripts():
+                    await redis.script_load(script.source)
+            self._loaded = True
         if self._ledger is not None:
             self._ledger_url = self._ledger()
             if self._ledger_url.startswith("postgres"):

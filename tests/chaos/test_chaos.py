@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
 from redis import Redis
 from typer.testing import CliRunner
 
 import holdfast.chaos.run
-from holdfast.chaos.checks import Findings
+from holdfast.chaos.checks import Findings, _check_answers, check_forgotten, check_recoveries, lagging
 from holdfast.chaos.deployment import Deployment
 from holdfast.chaos.jobs import effects_file, errand, lines_outside, probe
-from holdfast.chaos.journal import ACCEPTED, IN_DOUBT, Journal
+from holdfast.chaos.journal import ACCEPTED, CANCELLED, IN_DOUBT, REFUSED, REPLAYED, Journal
 from holdfast.chaos.model import Fault, Kind, Struck
 from holdfast.chaos.parts import DiskPostgres
-from holdfast.chaos.report import Report, blame, document, faults_table, markdown
-from holdfast.chaos.servers import RedisServer
+from holdfast.chaos.report import Report, blame, document, faults_table, markdown, summary
+from holdfast.chaos.run import Wish
+from holdfast.cli.exits import ExitCode
 from holdfast.cli.program import program
+from holdfast.clock import SystemClock
+from holdfast.engine.sqlite.store import Place
+from holdfast.ledger.ledgers import SqliteLedger
+from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.store import SqliteStore
 
 SEED: Final = 365
+#: In few jobs much for people to do: three that wait for long are expedited, one is cancelled, two letters replayed.
+BUSY: Final = 307
 _PATIENCE_S: Final = 240
 
 
@@ -64,67 +74,113 @@ def test_a_short_run_is_sound(tmp_path: Path) -> None:
 @pytest.mark.redis
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("copied_postgres")
 def test_the_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken()
     monkeypatch.setattr(holdfast.chaos.run, "run", partial(holdfast.chaos.run.run, meddle=broken.meddle))
-    words = ["--jobs", "60", "--faults", "0", "--seed", str(SEED), "--workers", "1", "--rate", "60"]
+    monkeypatch.setattr("holdfast.chaos.people._WORKS_S", (0.0, 0.2))
+    words = ["--jobs", "60", "--faults", "0", "--seed", str(BUSY), "--workers", "1", "--rate", "60"]
     done = CliRunner().invoke(program(), ["chaos", *words, "--folder", str(tmp_path / "run"), "--json"])
     print(done.stderr)
     assert done.exit_code == 1, done.output
-    defects = json.loads(done.stdout)["findings"]["defects"]
-    told = "\n".join(defects)
-    assert f"{broken.endless} is succeeded and has 0 final events" in told
-    assert f"{broken.ended_twice} is succeeded and has 2 final events" in told
-    assert "task.succeeded after it ended as succeeded" in told
-    assert f"{broken.lost}) is lost" in told
-    assert f"effect {broken.repeated} happened 2 times" in told
-    assert "stream:task:high has 1 pending entries in group cg:workers" in told
-    assert "1 keys that nobody knows: stray" in told
-    assert f"number {broken.number} is " in told
-    assert f"the same again: holdfast chaos --seed {SEED}" in done.stderr
+    report = json.loads(done.stdout)
+    told = "\n".join(report["findings"]["defects"])
+    for expected in broken.expected:
+        assert expected in told
+    # All that people do was done.
+    assert report["people"].keys() == {"cancelled", "expedited", "paused", "replayed", "resumed", "voted"}
+    assert f"the same again: holdfast chaos --seed {BUSY}" in done.stderr
 
 
 class Broken:
     """Does to the stores of a finished run what no fault may do."""
 
+    def __init__(self) -> None:
+        #: What has to be told of it.
+        self.expected: list[str] = []
+
     def meddle(self, deployment: Deployment, journal: Journal, folder: Path) -> None:
         plain = [
             next(iter(journal.accepted[number]))
             for number in sorted(journal.accepted)
-            if errand(SEED, number, folder).kind == "plain"
+            if errand(BUSY, number, folder).kind == "plain"
         ]
-        self.endless, self.ended_twice, self.lost = plain[:3]
-        self._break_ledger(deployment)
-        with Redis(port=_redis(deployment).port) as redis:
-            # Ours before a worker sees it, which would take it for another program's message.
-            together = redis.pipeline(transaction=True)
-            together.xadd("stream:task:high", {"any": "thing"})
-            together.xreadgroup("cg:workers", "ghost", {"stream:task:high": ">"})
-            together.execute()
-            redis.set("stray", "1")
-        self.repeated = lines_outside(folder)[0]
-        with effects_file(folder).open("a") as outside:
-            outside.write(f"{self.repeated}\n")
-        self.number = journal.numbers[self.endless]
-        journal.write(ACCEPTED, self.number, "another-job")
-
-    def _break_ledger(self, deployment: Deployment) -> None:
-        postgres = deployment.parts["postgres"].process
+        postgres, redis = deployment.parts["postgres"].process, deployment.parts["redis"].process
         assert isinstance(postgres, DiskPostgres)
-        postgres.execute(f"DELETE FROM job_events WHERE job_id = '{self.endless}' AND to_state = 'succeeded'")
+        self._break_ledger(postgres, plain)
+        with Redis(port=redis.port) as client:
+            self._break_redis(client, plain[0])
+        self._break_effects(postgres, folder)
+        self._break_journal(journal, plain[0])
+
+    def _break_ledger(self, postgres: DiskPostgres, jobs: list[str]) -> None:
+        endless, ended_twice, lost, gap, renamed, changed = jobs[:6]
         copied = "tenant_id, job_id, queue, type, from_state, to_state, attempt, retry_count, at"
+        end = "AND to_state = 'succeeded'"
         postgres.execute(
+            f"DELETE FROM job_events WHERE job_id = '{endless}' {end};"
             f"INSERT INTO job_events ({copied}, seq) SELECT {copied}, seq + 1 FROM job_events "
-            f"WHERE job_id = '{self.ended_twice}' AND to_state = 'succeeded'"
+            f"WHERE job_id = '{ended_twice}' {end};"
+            f"DELETE FROM job_events WHERE job_id = '{lost}'; DELETE FROM jobs WHERE job_id = '{lost}';"
+            f"UPDATE job_events SET seq = seq + 1 WHERE job_id = '{gap}' {end};"
+            f"UPDATE job_events SET job_id = 'ghost' WHERE job_id = '{renamed}';"
+            f"UPDATE jobs SET job_id = 'ghost' WHERE job_id = '{renamed}';"
+            f"UPDATE jobs SET state = 'cancelled' WHERE job_id = '{changed}';"
+            "INSERT INTO anomalies SELECT tenant_id, 'a', job_id, queue, 'odd', '{}', created_at FROM jobs LIMIT 1;"
         )
-        for table in ("job_events", "jobs"):
-            postgres.execute(f"DELETE FROM {table} WHERE job_id = '{self.lost}'")
+        self.expected += [
+            f"{endless} is succeeded and has 0 final events",
+            f"{ended_twice} is succeeded and has 2 final events",
+            "task.succeeded after it ended as succeeded",
+            f"{lost}) is lost",
+            "task.succeeded has number 4 after 2",
+            "job ghost (plain",
+            f"{changed}) is cancelled instead of succeeded",
+            "1 anomalies in the ledger, though no store lost a write: odd",
+        ]
 
+    def _break_redis(self, redis: Redis, job_id: str) -> None:
+        # Ours before a worker sees it, which would take it for another program's message.
+        together = redis.pipeline(transaction=True)
+        together.xadd("stream:task:high", {"any": "thing"})
+        together.xreadgroup("cg:workers", "nobody", {"stream:task:high": ">"})
+        together.execute()
+        redis.set("stray", "1")
+        redis.persist(f"job:{job_id}")
+        redis.zadd("queue:delayed", {job_id: 1e15})
+        redis.zadd("queue:workers", {"nobody": 1})
+        self.expected += [
+            "stream:task:high has 1 messages",
+            "stream:task:high has 1 pending entries in group cg:workers",
+            "stream:task:high has 1 consumers that are dead: nobody",
+            "1 keys that nobody knows: stray",
+            f"1 records without an end: job:{job_id}",
+            "queue:delayed has 1 entries",
+            "queue:workers has 1 workers that are dead",
+        ]
 
-def _redis(deployment: Deployment) -> RedisServer:
-    process = deployment.parts["redis"].process
-    assert isinstance(process, RedisServer)
-    return process
+    def _break_effects(self, postgres: DiskPostgres, folder: Path) -> None:
+        missing, repeated, *others = lines_outside(folder)
+        effects_file(folder).write_text("\n".join([repeated, repeated, *others]))
+        postgres.execute(f"UPDATE idempotency_keys SET state = 'in_doubt', value = NULL WHERE key = '{repeated}'")
+        self.expected += [
+            f"effect {repeated} happened 2 times",
+            f"effect {missing} never happened, though its job succeeded",
+            f"effect {repeated} is still in_doubt",
+        ]
+
+    def _break_journal(self, journal: Journal, job_id: str) -> None:
+        number = journal.numbers[job_id]
+        journal.write(ACCEPTED, number, "another-job")
+        journal.write(CANCELLED, number, job_id)
+        journal.write(REPLAYED, number, "promised", job_id)
+        journal.write(REFUSED, 1_000, note="no")
+        self.expected += [
+            f"one idempotency key, several jobs: number {number} is ",
+            f"{job_id}) is succeeded, though its cancellation was confirmed",
+            "job promised is lost",
+            "job 1000 was refused: no",
+        ]
 
 
 # What needs no servers ----------------------------------------------------------------------------------------
@@ -141,6 +197,44 @@ def test_a_job_follows_from_seed_and_number_alone(tmp_path: Path) -> None:
     assert len({each.tenant_id for each in forwards}) == 3
     keys = [each.key for each in forwards] + [probe(SEED, number).key for number in range(10)]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.fixture
+def wishes(monkeypatch: pytest.MonkeyPatch) -> list[Wish]:
+    """What the command would run."""
+    found: list[Wish] = []
+
+    async def run(wish: Wish, *_: object) -> Report:
+        found.append(wish)
+        return Report(seed=1, topology="", workers=1, jobs=1, rate=1, command="")
+
+    monkeypatch.setattr(holdfast.chaos.run, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("topology", ["single", "sentinel", "cluster"])
+def test_the_command_of_a_run_runs_the_same_again(topology: str, wishes: list[Wish]) -> None:
+    binary = Path("/opt/redis 6.2/bin/redis-server")
+    wish = Wish(seed=7, jobs=500, faults=10, topology=topology, workers=2, rate=33.5, redis_binary=binary)
+    if topology != "single":
+        wish = msgspec.structs.replace(wish, min_replicas=1)
+    done = CliRunner().invoke(program(), shlex.split(wish.command)[1:])
+    assert (done.exit_code, wishes) == (0, [wish]), done.output
+    assert wish.command in done.stderr
+
+
+@pytest.mark.parametrize("topology", ["sentinel", "cluster"])
+def test_a_master_without_replicas_accepts_nothing_if_that_is_wanted(topology: str, tmp_path: Path) -> None:
+    for wanted in (0, 1):
+        made = Deployment(tmp_path, topology=topology, min_replicas=wanted)._make_topology()
+        needed = {node.options.get("min-replicas-to-write", "0") for node in made.nodes().values()}
+        assert needed == {str(wanted)}
+
+
+def test_a_single_redis_has_no_replicas_to_wait_for(wishes: list[Wish]) -> None:
+    done = CliRunner().invoke(program(), ["chaos", "--min-replicas", "1"])
+    assert (done.exit_code, wishes) == (ExitCode.USAGE, [])
+    assert "--topology sentinel" in done.stderr
 
 
 def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
@@ -172,6 +266,39 @@ def test_what_redis_forgot_is_put_down_to_the_fault_that_it_went_with() -> None:
     }
 
 
+def test_redis_may_forget_what_it_accepted_around_its_own_faults_only(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", SEED)
+    journal.accepted_at = {"long before": 10, "just before": 99, "during": 103, "after": 130}
+    fault = Fault(number=1, at=0.1, kind=Kind.FAIL_OVER, target="redis")
+    findings = Findings(forgetful=True, forgotten=4, forgotten_jobs=list(journal.accepted_at))
+    check_forgotten(findings, journal, [Struck(fault, 1, began_at=100, over_at=110)])
+    journal.close()
+    assert findings.forgotten_jobs == ["just before", "during"]
+    assert (findings.forgotten, findings.lost, findings.defect_count) == (2, 2, 2)
+
+
+def test_a_job_that_nobody_answered_for_is_a_defect(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", SEED)
+    journal.write(ACCEPTED, 0, "a")
+    journal.write(REFUSED, 1, note="no")
+    findings = Findings()
+    _check_answers(findings, journal, 2)
+    assert findings.ok
+    _check_answers(findings, journal, 4)
+    journal.close()
+    assert findings.defects == ["2 jobs were neither accepted nor refused, the first is number 2"]
+
+
+async def test_a_feed_that_was_not_read_to_its_end_is_told(tmp_path: Path) -> None:
+    ledger = SqliteLedger(SqliteStore(Place(str(tmp_path / "ledger.db")), prepare_ledger), SystemClock())
+    await ledger.store.open()
+    assert await lagging(ledger.queries, {"default": "0-0"}) == []
+    assert await lagging(ledger.queries, {"default": "5-1"}) == [
+        "it has read the feed of default to None, which ends at 5-1"
+    ]
+    await ledger.close()
+
+
 def test_a_report_says_never_where_work_did_not_go_on() -> None:
     def struck(number: int, target: str, recovered_s: float, skipped: str = "") -> Struck:
         fault = Fault(number=number, at=0.5, kind=Kind.KILL, target=target)
@@ -179,6 +306,7 @@ def test_a_report_says_never_where_work_did_not_go_on() -> None:
 
     faults = [struck(1, "worker-1", 1.0), struck(2, "worker-2", 3.0), struck(3, "redis", 2.0), struck(4, "redis", -1.0)]
     faults.append(struck(5, "postgres", -1.0, "no disk"))
+    assert check_recoveries(faults, 30.0) == ["no job ended within 30 s after fault 4, kill redis"]
     assert faults_table(faults) == [
         ("kill", "redis", "2", "0.50", "never"),
         ("kill", "worker", "2", "2.00", "3.00"),
@@ -194,8 +322,17 @@ def test_a_report_says_never_where_work_did_not_go_on() -> None:
         command="holdfast chaos",
         struck=faults,
         findings=findings,
+        people={"cancelled": 3, "paused": 1},
+        ended_s=4.25,
+        tidy_s=61.5,
     )
     assert not report.ok
+    told = dict(summary(report))
+    assert told["faults"] == "4 done, 1 could not be"
+    assert told["deeds of people"] == "3 cancelled, 1 paused"
+    assert told["seconds to recover"] == "2.00, at most 3.00"
+    assert (told["… until the last end"], told["… until Redis was empty"]) == ("4.2", "61.5")
+    assert told["lost"] == "nothing"
     assert document(report)["ok"] is False
     assert "| kill | worker | 2 | 2.00 | 3.00 |" in markdown(report)
     assert "- job 3 is lost" in markdown(report)

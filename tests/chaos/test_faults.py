@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from math import inf
 from pathlib import Path
 from time import monotonic
+from typing import IO
 
 import asyncpg
 import pytest
@@ -19,6 +22,7 @@ from redis.exceptions import RedisError, ResponseError
 from holdfast.chaos.deployment import Deployment
 from holdfast.chaos.faults import strike
 from holdfast.chaos.model import Fault, Kind
+from holdfast.chaos.parts import Part, Program
 from holdfast.chaos.servers import ServerProcess
 from tests.faults.support import eventually
 
@@ -31,7 +35,7 @@ pytestmark = [
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
+async def shared(tmp_path_factory: pytest.TempPathFactory, copied_postgres: None) -> AsyncIterator[Deployment]:
     async with Deployment(tmp_path_factory.mktemp("chaos"), workers=2, seed=1) as deployment:
         yield deployment
     assert deployment.notes() == []
@@ -108,8 +112,10 @@ async def test_all_parts_run_and_can_be_hurt(deployment: Deployment) -> None:
     assert every | ({Kind.FILL} if deployment.cannot else set()) == set(Kind) - {Kind.FAIL_OVER, Kind.HAND_OVER}
 
 
-@pytest.mark.parametrize("targets", [("worker-1", "upkeep-1", "server-1"), ("redis", "postgres")], ids=" ".join)
-@pytest.mark.parametrize("kind", [Kind.KILL, Kind.RESTART])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [(Kind.KILL, ("worker-1", "redis", "postgres")), (Kind.RESTART, ("server-1", "redis", "postgres"))],
+)
 async def test_they_are_other_processes_afterwards(
     deployment: Deployment, kind: Kind, targets: tuple[str, ...]
 ) -> None:
@@ -305,6 +311,59 @@ async def test_a_death_that_is_nobodys_doing_is_noted_and_the_part_started_again
     process = shared.parts["worker-2"].process
     before = process.pid
     os.kill(before, 9)
-    await eventually(lambda: process.ended is None and process.pid != before and process.answers(), "a new worker")
+
+    def another() -> bool:
+        try:
+            return process.pid != before and process.answers()
+        except RuntimeError:  # between its death and its new start there is none
+            return False
+
+    await eventually(another, "a new worker")
     assert shared.notes() == ["worker-2 ended with signal 9 though nobody had hurt it"]
     shared._notes.clear()
+
+
+class Sleeper(ServerProcess):
+    """Does nothing."""
+
+    def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "60"])
+
+    def _answers(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Kind.KILL, Kind.STOP, Kind.RESTART, None], ids=str)
+async def test_what_comes_right_after_such_a_death_does_not_bury_it(tmp_path: Path, kind: Kind | None) -> None:
+    deployment, process = Deployment(tmp_path), Sleeper(Path("sleep"), tmp_path)
+    deployment.parts = {"worker-1": Part("worker-1", process, frozenset(Kind))}
+    process.start()
+    os.kill(process.pid, 9)
+    await eventually(lambda: process.ended is not None, "its end")
+    await (hurt(deployment, kind, "worker-1") if kind else deployment.heal())
+    assert process.answers()
+    process.stop()
+    assert deployment.notes() == ["worker-1 ended with signal 9 though nobody had hurt it"]
+
+
+class Fragile(Program):
+    """Its first start fails."""
+
+    failed = False
+
+    def start(self) -> None:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("no store")
+
+
+@pytest.mark.parametrize("hurt_until", [0.0, inf])
+async def test_a_program_that_does_not_start_is_noted_unless_a_store_was_hurt(
+    tmp_path: Path, hurt_until: float
+) -> None:
+    deployment, program = Deployment(tmp_path), Part("worker-1", Fragile("w", [], tmp_path, {}), frozenset(Kind))
+    store = Part("redis", Sleeper(Path("sleep"), tmp_path), frozenset(Kind))
+    store.hurt_until = hurt_until
+    deployment.parts = {"worker-1": program, "redis": store}
+    await deployment.bring_back(program)
+    assert deployment.notes() == ([] if hurt_until else ["worker-1 did not start: no store"])

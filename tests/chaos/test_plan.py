@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import subprocess
 import sys
 from collections import Counter
 
+import msgspec
 import pytest
 
 from holdfast.chaos.model import Fault, Kind
@@ -47,8 +49,10 @@ def test_the_same_seed_gives_the_same_plan_in_another_process() -> None:
 
 
 def test_a_seed_from_long_ago_still_gives_its_plan() -> None:
-    """A report names a seed: it must replay with later releases, too."""
+    """A report names a seed: it must replay with later releases, too. Weights and lengths are part of that."""
     assert plan(1, 3, PARTS) == PINNED
+    long = msgspec.json.encode(plan(1, 200, PARTS))
+    assert hashlib.sha256(long).hexdigest()[:16] == PINNED_LONG
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -112,6 +116,7 @@ def test_nothing_to_strike_is_an_empty_plan() -> None:
     assert plan(1, 0, PARTS) == []
 
 
+PINNED_LONG = "e5f985e4e850d871"
 PINNED = [
     Fault(number=1, at=0.071746, kind=Kind.LOSE_REPLY, target="server-1", seconds=1.623),
     Fault(number=2, at=0.50869, kind=Kind.SLOW, target="server-1", seconds=2.953),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from tests.chaos.crashing.opened import Opened
 from tests.chaos.crashing.seam import Seam
 
 
+@cache
 def scripts() -> list[Any]:
     """All of the engine's, as it would send them."""
     folder = files("holdfast.engine.redis") / "lua"

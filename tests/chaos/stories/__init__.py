@@ -1,4 +1,5 @@
-"""What users and processes do, step by step. Together the stories use every verb of engine and ledger.
+"""What users and processes do, step by step. Together the stories use nearly every verb of engine and
+ledger; docs/explanation/crash-points.md names the others.
 
 A step may be taken twice: whoever is told that a store does not answer asks again, and whoever was in the middle of a
 step when the process died takes it once more in the next one. What the world outside has seen is in `World`, which
@@ -12,6 +13,7 @@ from typing import Final
 from tests.chaos.stories.arriving import Foreign, Triggered
 from tests.chaos.stories.jobs import Acting, Life, Pending, Poison
 from tests.chaos.stories.leaving import Publishing, Telling
+from tests.chaos.stories.office import Minding
 from tests.chaos.stories.people import Deciding, Letters
 from tests.chaos.stories.recovery import Durable
 from tests.chaos.stories.story import QUEUE, Story, World
@@ -28,6 +30,7 @@ STORIES: Final[dict[str, Story]] = {
         Acting(),
         Letters(),
         Deciding(),
+        Minding(),
         Verbs(),
         Durable(),
         Publishing(),

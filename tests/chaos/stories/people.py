@@ -22,6 +22,18 @@ ANN: Final = Person(name="ann", role=Role.ADMIN, tenants=_EVERYTHING)
 BOB: Final = Person(name="bob", role=Role.ADMIN, tenants=_EVERYTHING)
 
 
+async def letter_of(process: Process, world: World, key: str) -> Any:
+    """The dead letter, once the ledger has it."""
+    for _ in range(20):
+        rows = (await again(lambda: process.offices.letters.list(ANN, LetterFilter()))).letters
+        for row in rows:
+            if row.job_id == world.accepted[key]:
+                return row
+        await process.work()
+        await process.project()
+    raise AssertionError(f"the dead letter of {key} is not there")
+
+
 class Letters(Story):
     """Two jobs die. One letter is replayed, the other thrown away by two people."""
 
@@ -40,31 +52,20 @@ class Letters(Story):
             job = await again(partial(submit, which))
             world.accept(which, job.id)
 
-    async def _letter(self, process: Process, world: World, key: str) -> Any:
-        """Once the ledger has it."""
-        for _ in range(20):
-            rows = (await again(lambda: process.offices.letters.list(ANN, LetterFilter()))).letters
-            for row in rows:
-                if row.job_id == world.accepted[key]:
-                    return row
-            await process.work()
-            await process.project()
-        raise AssertionError(f"the dead letter of {key} is not there")
-
     async def replay(self, process: Process, world: World) -> None:
         """Until it is seen to be replayed: a mark is enough, whoever is told that the engine is away has left one."""
-        while not (letter := await self._letter(process, world, "replayed")).replay_count:
+        while not (letter := await letter_of(process, world, "replayed")).replay_count:
             with suppress(Conflict, Unavailable):
                 await process.offices.letters.replay(ANN, letter.dlq_id, reason="mended", expected=0)
 
     async def discard(self, process: Process, world: World) -> None:
-        letter = await self._letter(process, world, "discarded")
+        letter = await letter_of(process, world, "discarded")
         if letter.status is LetterStatus.OPEN:
             with suppress(Conflict):
                 await again(lambda: process.offices.letters.discard(ANN, letter.dlq_id, "of no use"))
 
     async def confirm(self, process: Process, world: World) -> None:
-        letter = await self._letter(process, world, "discarded")
+        letter = await letter_of(process, world, "discarded")
         if letter.status is not LetterStatus.DISCARDED:
             with suppress(Conflict):
                 await again(lambda: process.offices.letters.confirm(BOB, letter.dlq_id))
@@ -75,15 +76,15 @@ class Letters(Story):
     async def check(self, process: Process, world: World) -> None:
         for which in ("replayed", "discarded"):
             assert await state_of(process, world, which) is State.FAILED
-        replayed = await self._letter(process, world, "replayed")
+        replayed = await letter_of(process, world, "replayed")
         assert replayed.replay_count == 1, replayed
-        assert (await self._letter(process, world, "discarded")).status is LetterStatus.DISCARDED
+        assert (await letter_of(process, world, "discarded")).status is LetterStatus.DISCARDED
         jobs = await process.ledger.queries.jobs(JobFilter(), 50, None)
         assert sorted(job.state for job in jobs.jobs) == [State.FAILED, State.FAILED, State.SUCCEEDED]
 
 
 class Deciding(Story):
-    """One job needs a yes, one gets a no, one is suspended and resumed, one is cancelled."""
+    """One job needs a yes, one gets a no, one asks while it runs, one is suspended and resumed, one is cancelled."""
 
     name = "people"
     repeated = frozenset({"risky"})
@@ -95,11 +96,16 @@ class Deciding(Story):
         async def risky() -> str:
             return world.act("risky")
 
+        @app.task(name="asking")
+        async def asking(ctx: Context) -> None:
+            await ctx.approval("go on")
+
         @app.task(name="plain")
         async def plain() -> str:
             return "done"
 
     async def submit(self, process: Process, world: World) -> None:
+        await hand_in(process, world, "asking", "asking")
         await hand_in(process, world, "risky", "yes")
         await hand_in(process, world, "risky", "no")
         for key in ("aside", "away"):
@@ -109,7 +115,7 @@ class Deciding(Story):
         rows = (await again(lambda: process.offices.approvals.list(BOB))).approvals
         for row in rows:
             if row.status is ApprovalStatus.REQUESTED:
-                approve = row.job_id == world.accepted["yes"]
+                approve = row.job_id != world.accepted["no"]
                 with suppress(Conflict):
                     vote = partial(process.offices.approvals.vote, BOB, row.approval_id)
                     await again(partial(vote, approve=approve, reason="seen"))
@@ -152,6 +158,7 @@ class Deciding(Story):
     async def check(self, process: Process, world: World) -> None:
         ends = {key: await state_of(process, world, key) for key in world.accepted}
         assert ends == {
+            "asking": State.SUCCEEDED,
             "yes": State.SUCCEEDED,
             "no": State.CANCELLED,
             "aside": State.SUCCEEDED,

@@ -51,6 +51,8 @@ class Story:
     #: Whether something in it waits for something else: how often it looks meanwhile depends on the machine, so that
     #: the last of these looks may not be reached.
     waits = False
+    #: Whether the ledger forgets jobs that have ended.
+    forgets = False
     #: Whether workers lose leases in it, even if no process dies.
     loses_leases = False
     #: What may happen more than once: tasks are at least once, only effects are once.

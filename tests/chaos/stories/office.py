@@ -1,0 +1,146 @@
+"""The rest of what people and upkeep do with a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+from sqlalchemy import func, select
+
+from holdfast import AskPeople, Context, Fatal, Holdfast
+from holdfast.chaos.people import settle_doubt
+from holdfast.core.person import ALL_TENANTS, Role
+from holdfast.core.states import State
+from holdfast.errors import Conflict, TransitionInvalid
+from holdfast.ledger.people import LetterStatus
+from holdfast.ledger.schema import alerts
+from holdfast.ledger.trigger_book import Presence
+from holdfast.upkeep.alarm import Alarm
+from holdfast.upkeep.loop import Queues
+from tests.chaos.process import Process, again
+from tests.chaos.stories.people import ANN, BOB, letter_of
+from tests.chaos.stories.story import QUEUE, Step, Story, World, hand_in, keep, later, state_of, work
+
+_TENANT = "default"
+
+
+class Minding(Story):
+    """A person looks at an effect in doubt, a letter is kept, an approval comes too late, a job sleeps, a token is
+    revoked, a trigger paused; a backlog is told of, and what has ended is forgotten."""
+
+    name = "office"
+    forgets = True
+    settings: ClassVar[dict[str, Any]] = {"backlog_alert": 1}
+
+    def tasks(self, app: Holdfast, world: World) -> None:
+        app.guard.rule("asked", task="asked", then=AskPeople("nobody answers", deadline=timedelta(milliseconds=1)))
+
+        async def do() -> str:
+            world.act("once")
+            raise ConnectionError("no answer")
+
+        @app.task(name="doubtful")
+        async def doubtful(ctx: Context) -> str:
+            return await ctx.effect("once", do)
+
+        @app.task(name="doomed")
+        async def doomed() -> None:
+            raise Fatal("dies")
+
+        @app.task(name="patient")
+        async def patient(ctx: Context) -> None:
+            await ctx.sleep(1)
+
+        @app.task(name="asked")
+        async def asked() -> None:
+            raise AssertionError("nobody has said yes")
+
+    async def submit(self, process: Process, world: World) -> None:
+        for task in ("doubtful", "doomed", "patient", "asked"):
+            await hand_in(process, world, task, task)
+
+    async def watch(self, process: Process, world: World) -> None:
+        alarm = Alarm(process.engine, Queues(process.engine, [QUEUE]), process.app.settings, process.ledger)
+        await again(alarm.look)
+
+    async def look_outside(self, process: Process, world: World) -> None:
+        """A person settles the doubt, once there is one."""
+        if await state_of(process, world, "doubtful") is State.SUSPENDED:
+            happened = bool(world.acted["once"])
+            await again(lambda: settle_doubt(process.app, _TENANT, "once", done=happened))
+            with suppress(TransitionInvalid):
+                resume = process.offices.operating.resume
+                await again(partial(resume, ANN, world.accepted["doubtful"], reason="somebody has looked"))
+
+    async def discard(self, process: Process, world: World) -> None:
+        letter = await letter_of(process, world, "doomed")
+        with suppress(Conflict):
+            await again(lambda: process.offices.letters.discard(ANN, letter.dlq_id, "of no use"))
+
+    async def save(self, process: Process, world: World) -> None:
+        letter = await letter_of(process, world, "doomed")
+        with suppress(Conflict):
+            await again(lambda: process.offices.letters.keep(BOB, letter.dlq_id, "of some use"))
+
+    async def token(self, process: Process, world: World) -> None:
+        create = process.offices.tokens.create
+        row, _ = await again(partial(create, ANN, name="robot", role=Role.VIEWER, tenants=[ALL_TENANTS]))
+        with suppress(Conflict):
+            await again(lambda: process.offices.tokens.revoke(ANN, row.token_id))
+        world.notes["token"] = row.token_id
+
+    async def trigger(self, process: Process, world: World) -> None:
+        book, name = process.ledger.triggers, "orders"
+        here = Presence(name=name, process="p", queue_name=name, adapter="memory", health={}, seen_at_ms=0)
+        await again(lambda: book.report([here], forget_after_ms=60_000))
+        for act in (process.offices.triggering.pause, process.offices.triggering.resume):
+            await again(partial(act, ANN, name, reason="too many"))
+        await again(lambda: book.leave("p"))
+
+    async def forget(self, process: Process, world: World) -> None:
+        await again(lambda: process.ledger.prune(0, 100))
+
+    def steps(self) -> Sequence[Step]:
+        return (
+            self.submit,
+            self.watch,
+            work,
+            keep,
+            keep,
+            self.look_outside,
+            self.discard,
+            self.save,
+            self.token,
+            self.trigger,
+            later,
+            keep,
+            work,
+            keep,
+            self.watch,
+            self.forget,
+        )
+
+    async def attend(self, process: Process, world: World) -> None:
+        await self.look_outside(process, world)
+
+    async def check(self, process: Process, world: World) -> None:
+        # As it is done every two seconds.
+        await self.watch(process, world)
+        assert world.acted["once"] == 1
+        ends = {key: await state_of(process, world, key) for key in world.accepted}
+        assert ends == {
+            "doubtful": State.SUCCEEDED,
+            "doomed": State.FAILED,
+            "patient": State.SUCCEEDED,
+            "asked": State.CANCELLED,
+        }
+        assert (await letter_of(process, world, "doomed")).status is LetterStatus.OPEN
+        token = await process.ledger.people.token(world.notes["token"])
+        assert token is not None
+        assert token.revoked_at is not None
+        assert not await process.ledger.triggers.pauses()
+        async with process.ledger.queries.snapshot() as snapshot:
+            assert not await snapshot.scalar(select(func.count()).select_from(alerts)), "an alert stands"
