@@ -11,12 +11,15 @@ STAMP := .venv/.holdfast-stamp
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 # Each test has its own store or namespace, so any process may run any of them. Most wait now and then, so there are more
-# processes than cores; those that kill, stop and starve things against the clock of a lease, and those with a Kafka or
-# RabbitMQ for each process, get a core each. Searches take minutes each, are not traced, and run beside the latter on
-# what these leave over: they wait a lot.
+# processes than cores; fewer of those that kill, stop and starve things against the clock of a lease, or that start a
+# Kafka and a RabbitMQ for each process: they wait half of their time. Searches take minutes each, are not traced, and
+# run beside the latter on what these leave over.
 PYTEST_WORKERS ?= 5
-CORE_WORKERS   ?= 2
+FAULT_WORKERS  ?= 3
+SEARCH_WORKERS ?= 2
 SEARCH_LOG := .pytest-search.log
+# Whoever runs the searches need not load the tests that are none.
+SEARCHES = $(sort $(shell grep -rl --include='test_*.py' 'pytest\.mark\.search' tests))
 SOURCES := src tests tools examples benchmarks
 
 help: ## show this list
@@ -32,9 +35,9 @@ demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
 	@$(BIN)/python tools/servers.py ensure
 	$(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal -m 'not faults and not brokers and not search' --cov --cov-report= --cov-fail-under=0 $(ARGS)
-	@nice -n 19 $(PYTEST) -n $(CORE_WORKERS) --dist load --maxschedchunk 1 --timeout 900 -m search $(ARGS) > $(SEARCH_LOG) 2>&1 & search=$$!; \
+	@nice -n 19 $(PYTEST) -n $(SEARCH_WORKERS) --dist load --maxschedchunk 1 --timeout 900 -m search $(SEARCHES) $(ARGS) > $(SEARCH_LOG) 2>&1 & search=$$!; \
 	trap 'kill $$search 2>/dev/null' EXIT; set -x; \
-	$(PYTEST) -n $(CORE_WORKERS) --dist worksteal -m '(faults or brokers) and not search' --cov --cov-append --cov-report=term $(ARGS); \
+	$(PYTEST) -n $(FAULT_WORKERS) --dist worksteal -m '(faults or brokers) and not search' --cov --cov-append --cov-report=term $(ARGS); \
 	others=$$?; wait $$search; searches=$$?; tail -n 100 $(SEARCH_LOG); exit $$((others || searches))
 
 check: $(STAMP) ## formatting, lint, types, import directions, spec coverage

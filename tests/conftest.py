@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -253,6 +254,11 @@ def engine_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'holdfast.db'}"
     url: str = request.getfixturevalue("redis_url")
     return url
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded now stays: the collector of garbage need not go through all of it again and again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

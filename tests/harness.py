@@ -122,12 +122,15 @@ class RedisHarness(EngineHarness):
 
     async def _age_expiries(self, ms: int) -> None:
         async for keys in self._own_keys():
-            for key in keys:
-                left = await self.redis.pttl(key)
-                if 0 <= left <= ms:
-                    await self.redis.delete(key)
-                elif left > ms:
-                    await self.redis.pexpire(key, left - ms)
+            async with self.redis.pipeline() as pipe:
+                for key in keys:
+                    pipe.pttl(key)
+                left_ms = dict(zip(keys, await pipe.execute(), strict=True))
+                for key, left in left_ms.items():
+                    if left >= 0:
+                        # What has no time left is deleted at once.
+                        pipe.pexpire(key, left - ms)
+                await pipe.execute()
 
     async def _own_keys(self) -> AsyncIterator[list[bytes]]:
         """This namespace's keys, in pages: with and without a hash tag."""
@@ -146,7 +149,8 @@ def plain_client(url: str) -> Any:
         with redis.Redis(host=place.addresses[0].host, port=place.addresses[0].port) as sentinel:
             host, port = sentinel.sentinel_get_master_addr_by_name(place.service)
         return Redis(host=host, port=port, db=place.master.db)
-    return Redis.from_url(url)
+    # It need not look up its own version for every connection, nor tell it.
+    return Redis.from_url(url, driver_info=None)
 
 
 H = TypeVar("H", SqliteHarness, RedisHarness)

@@ -18,6 +18,7 @@ import holdfast
 from holdfast import Settings, State
 from holdfast.core.job import JobView
 from holdfast.engine.factory import build_engine
+from tests import forked
 
 T = TypeVar("T")
 
@@ -76,15 +77,8 @@ class Shell:
 
     def run(self, *words: str, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run to the end; the exit code must be as told."""
-        done = subprocess.run(
-            self.command(*words),
-            cwd=self.folder,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        variables = self.environment | environment
+        done = forked.run(self.command(*words), cwd=self.folder, env=variables, timeout=PATIENCE_S)
         if code is not None:
             assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
@@ -124,7 +118,7 @@ class Shell:
         """Run in the background; killed when the block is left, if it still runs."""
         log = self.folder / f"{words[0]}-{time.monotonic_ns()}.log"
         with log.open("wb") as errors:
-            process = subprocess.Popen(
+            process = forked.start(
                 self.command(*words),
                 cwd=self.folder,
                 env=self.environment | environment,

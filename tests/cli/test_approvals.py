@@ -27,7 +27,7 @@ class Terminal:
 
     def run(self, *words: str, code: int | None = 0, token: str = "") -> Result:
         """Run to the end; the exit code must be as told."""
-        done = CliRunner().invoke(program(), words, env={"HOLDFAST_URL": self._url, "HOLDFAST_TOKEN": token})
+        done = CliRunner().invoke(program(words[0]), words, env={"HOLDFAST_URL": self._url, "HOLDFAST_TOKEN": token})
         if code is not None:
             assert done.exit_code == code, done.output
         return done

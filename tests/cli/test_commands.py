@@ -23,7 +23,7 @@ class InProcess:
         self._runner = CliRunner()
 
     def run(self, *words: str, code: int = 0, stdin: str | None = None) -> Result:
-        answer = self._runner.invoke(program(), list(words), input=stdin)
+        answer = self._runner.invoke(program(words[0]), list(words), input=stdin)
         assert answer.exit_code == code, f"exit code {answer.exit_code}\n{answer.output}\n{answer.exception!r}"
         return answer
 

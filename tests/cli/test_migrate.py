@@ -18,7 +18,7 @@ from tests.cli.harness import Shell
 
 def call(*words: str, code: int = 0) -> Result:
     """In this process: much quicker than a shell."""
-    answer = CliRunner().invoke(program(), ["migrate", *words])
+    answer = CliRunner().invoke(program("migrate"), ["migrate", *words])
     assert answer.exit_code == code, answer.output
     return answer
 

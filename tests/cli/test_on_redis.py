@@ -39,7 +39,7 @@ def secret_url(server: RedisServer) -> str:
 
 
 def run(*words: str, code: int = 0) -> Result:
-    answer = CliRunner().invoke(program(), list(words))
+    answer = CliRunner().invoke(program(words[0]), list(words))
     assert answer.exit_code == code, f"exit code {answer.exit_code}\n{answer.output}\n{answer.exception!r}"
     return answer
 

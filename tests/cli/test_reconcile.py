@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def run(*arguments: str, **environment: str) -> Result:
-    return CliRunner().invoke(program(), list(arguments), env=environment)
+    return CliRunner().invoke(program(arguments[0]), list(arguments), env=environment)
 
 
 def test_embedded_there_is_nothing_to_compare(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ class Topic:
                 consumer.assign([place])
                 at = 0
                 while at < end:
-                    for message in consumer.consume(1_000, 10):
+                    # It waits for as many as it was asked for.
+                    for message in consumer.consume(min(1_000, end - at), 10):
                         assert message.error() is None, message.error()
                         at = (message.offset() or 0) + 1
                         yield partition, message

@@ -25,6 +25,7 @@ from holdfast.core.job import Event, JobView
 from holdfast.core.states import FINAL
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.history import History, check_history
+from tests import forked
 from tests.faults import sample
 
 PATIENCE_S: Final = 30.0
@@ -72,7 +73,7 @@ class WorkerProcess:
     def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self._process = forked.start(
                 command,
                 cwd=folder,
                 env=environment,

@@ -24,9 +24,11 @@ _PROGRAM: Final = Path(sys.executable).parent / "st"
 #: Every stream tells at once that it is ready; the client goes away then. Waiting is bounded by the service's setting.
 _CONFIGURATION: Final = "max-stream-events = 1\n"
 _TIMEOUT_S: Final = 1_800
+_SEED: Final = 20261115
+#: Random cases of each operation, beside hundreds that are the same for everybody. Whoever may do less gets the same
+#: answers as an administrator, or is refused: fewer will do, and they are others than an administrator's.
 _EXAMPLES: Final = 100
-#: Who has no token gets the same answer everywhere.
-_WITHOUT_TOKEN: Final = 25
+_EXAMPLES_OF_OTHERS: Final = 25
 #: Who comes, and of which tenants.
 _WHO: Final = {
     "admin": (Role.ADMIN, ("*",)),
@@ -68,9 +70,9 @@ def test_schemathesis_finds_nothing(who: str, tmp_path: Path, tables: Path) -> N
                 "--checks",
                 "all",
                 "--max-examples",
-                str(_EXAMPLES if role is not None else _WITHOUT_TOKEN),
+                str(_EXAMPLES if role is Role.ADMIN else _EXAMPLES_OF_OTHERS),
                 "--seed",
-                "20261115",
+                str(_SEED + list(_WHO).index(who)),
                 "--suppress-health-check",
                 "all",
                 "--generation-database",

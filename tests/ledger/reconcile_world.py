@@ -222,6 +222,9 @@ class WorldEngine:
     async def queues(self) -> list[str]:
         return [QUEUE]
 
+    async def reach(self, queues: Sequence[str], step: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {queue: await step(queue) for queue in queues}, {}
+
     async def incarnation(self, queue: str) -> str:
         return ""
 

@@ -56,22 +56,13 @@ async def live(seed: int, kind: type[Reconciler] = Reconciler) -> World:
     return world
 
 
-async def test_no_job_whose_end_was_on_its_way_is_restored() -> None:
+async def test_every_lost_job_is_restored_once_and_none_whose_end_was_on_its_way() -> None:
     print(f"seed {SEED}")
-    restores = 0
+    restores = lost = 0
     for seed in range(SEED, SEED + HISTORIES):
         world = await live(seed)
         assert world.wrong == [], f"seed {seed}"
         restores += world.restores
-    # Enough was at stake.
-    assert restores > HISTORIES
-
-
-async def test_every_lost_job_is_restored_once_and_the_second_pass_finds_nothing() -> None:
-    print(f"seed {SEED}")
-    lost = 0
-    for seed in range(SEED, SEED + HISTORIES):
-        world = await live(seed)
         if world.random.random() < 0.5:
             world.wipe()
         world.settle_down()
@@ -83,10 +74,13 @@ async def test_every_lost_job_is_restored_once_and_the_second_pass_finds_nothing
             assert passes < 20, f"seed {seed}: {world.lost()} are still lost"
         assert restored == len(missing), f"seed {seed}"
         world.settle_down()
+        # A second pass finds nothing.
         again = await make(world).reconcile()
         assert (again.lost, again.restored, again.skipped) == (0, 0, {}), f"seed {seed}"
         assert world.wrong == [], f"seed {seed}"
         lost += len(missing)
+    # Enough was at stake.
+    assert restores > HISTORIES
     assert lost > HISTORIES
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.endurance.model import Endurance
+from benchmarks.endurance.page import text
 from benchmarks.endurance.verdict import (
     COUNT,
     FLAT,
@@ -97,6 +99,14 @@ def test_too_few_samples_say_nothing_and_reported_is_not_judged() -> None:
     assert judge(series(lambda at: at * MB, minutes=1), MEMORY).word == TOO_SHORT
     assert judge([], MEMORY).word == TOO_SHORT
     assert judge(series(lambda at: at * MB), None).word == REPORTED
+
+
+def test_a_page_of_a_short_run_claims_nothing() -> None:
+    found = Endurance("2026-11-16", {}, minutes=1, top_per_s=10, wanted_per_s=5, expire_s=5, every_s=5)
+    found.verdicts["Redis: keys"] = judge([], LENGTH)
+    assert "**Too short to say what grows.**" in text(found, "picture.png")
+    found.verdicts["Redis: keys"] = judge(series(lambda _: 1), LENGTH)
+    assert "**Nothing grows.**" in text(found, "picture.png")
 
 
 def test_slope_and_floor() -> None:
