@@ -74,7 +74,6 @@ def test_a_short_run_is_sound(tmp_path: Path) -> None:
 @pytest.mark.redis
 @pytest.mark.postgres
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("copied_postgres")
 def test_the_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken()
     monkeypatch.setattr(holdfast.chaos.run, "run", partial(holdfast.chaos.run.run, meddle=broken.meddle))

@@ -35,7 +35,7 @@ pytestmark = [
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory, copied_postgres: None) -> AsyncIterator[Deployment]:
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
     async with Deployment(tmp_path_factory.mktemp("chaos"), workers=2, seed=1) as deployment:
         yield deployment
     assert deployment.notes() == []
@@ -235,8 +235,18 @@ async def test_what_cannot_be_done_is_skipped_with_a_reason(deployment: Deployme
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk to fill")
 class TestFullDisks:
-    async def test_redis_refuses_writes(self, deployment: Deployment) -> None:
+    async def test_redis_refuses_writes_and_can_start_from_its_file_later(self, deployment: Deployment) -> None:
+        process = deployment.parts["redis"].process
         async with redis_of(deployment) as redis:
+            # Redis 7.0 leaves a hole in a file that is not its first one.
+            await redis.set("first", "1")
+            await redis.bgrewriteaof()
+
+            async def rewritten() -> bool:
+                return not (await redis.info("persistence"))["aof_rewrite_in_progress"]
+
+            await eventually(rewritten, "a new file")
+            await redis.set("kept", os.urandom(100_000))
             async with struck(deployment, Kind.FILL, "redis", 0.8, number=2):
 
                 async def refused() -> bool:
@@ -251,6 +261,10 @@ class TestFullDisks:
             assert deployment.parts["redis"].process.pid == pid
             assert await redis.set("test", "1")
             assert (await redis.config_get("appendfsync"))["appendfsync"] == "always"
+        process.kill()
+        process.start()
+        async with redis_of(deployment, through_proxy=False) as redis:
+            assert await redis.strlen("kept") == 100_000
 
     async def test_redis_that_must_have_written_before_it_answers_goes_down_and_comes_back(
         self, deployment: Deployment
@@ -286,8 +300,8 @@ class TestFullDisks:
 
 async def test_faults_on_two_parts_overlap_and_on_one_wait_for_each_other(deployment: Deployment) -> None:
     began = monotonic()
-    await asyncio.gather(hurt(deployment, Kind.STALL, "redis", 0.3), hurt(deployment, Kind.STALL, "postgres", 0.3))
-    assert monotonic() - began < 0.55
+    await asyncio.gather(hurt(deployment, Kind.STALL, "redis", 1.5), hurt(deployment, Kind.STALL, "postgres", 1.5))
+    assert monotonic() - began < 3
     began = monotonic()
     await asyncio.gather(hurt(deployment, Kind.STALL, "redis", 0.3), hurt(deployment, Kind.SLOW, "redis", 0.3))
     assert monotonic() - began >= 0.6

@@ -17,7 +17,7 @@ from holdfast.chaos.programs import find_redis
 from holdfast.errors import UsageError
 from tests.faults.support import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres, pytest.mark.usefixtures("copied_postgres")]
+pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
 
 
 def traces() -> tuple[set[int], set[str], set[Path]]:
