@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from fastapi import FastAPI
 
 from holdfast.core.person import Role
 from holdfast.http import mount
+from holdfast.people.operating import Operating
 from tests.cli.harness import SAMPLE_APP, Process, Shell, environment
 from tests.http.world import World, sample, serving
 
@@ -77,6 +80,28 @@ def test_who_waits_is_answered_when_the_server_ends(shell: Shell) -> None:
         # Less than the grace time, after which it would be cut off.
         assert time.monotonic() - began < 9
         assert "Traceback" not in process.log.read_text()
+
+
+def test_a_request_that_the_end_overtakes_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Instead of a traceback in the log."""
+    monkeypatch.setattr("holdfast.http.server._GRACE_S", 0.2)
+    asked = threading.Event()
+
+    async def hang(*_: Any) -> None:
+        asked.set()
+        await asyncio.sleep(60)
+
+    with ThreadPoolExecutor(1) as thread:
+        with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}")) as world:
+            bearer = {"authorization": f"Bearer {world.token()}"}
+            monkeypatch.setattr(Operating, "queues", hang)
+            waiting = thread.submit(httpx.get, f"{world.base}/api/v1/queues", headers=bearer, trust_env=False)
+            assert asked.wait(20)
+        answer = waiting.result(20)
+    assert (answer.status_code, answer.json()["code"]) == (503, "ENGINE_UNAVAILABLE")
+    assert "Traceback" not in caplog.text
 
 
 def test_dev_listens_on_loopback_only(shell: Shell) -> None:

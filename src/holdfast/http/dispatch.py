@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
+from holdfast.errors import EngineUnavailable
 from holdfast.http.asgi import Receive, Reply, Scope, Send
 from holdfast.http.operation import Call, Operation
 from holdfast.http.problems import CONTENT_TYPE, MethodNotAllowed, NoSuchPath, problem_of
@@ -39,6 +41,11 @@ class Endpoint:
             if operation is None:
                 raise MethodNotAllowed(scope["method"], self._allowed)
             reply = await self._answer(operation, scope, receive, watched)
+        except asyncio.CancelledError:
+            # At the end of the service a request has so long, and no longer.
+            if started or not self._service.ending.is_set():
+                raise
+            reply = problem_reply(EngineUnavailable("the service is ending, and this took too long"), scope)
         except Exception as exc:
             if started:
                 raise
