@@ -303,12 +303,22 @@ def never_alone(topologies: Callable[[str], Topology]) -> Iterator[Topology]:
         node.ask("CONFIG", "SET", "min-replicas-to-write", 0)
 
 
+def _offsets(master: Node) -> tuple[int, int]:
+    """How much it has written, and how much of that its replica has said to have."""
+    said = dict(line.split(":", 1) for line in str(master.ask("INFO", "replication")).splitlines() if ":" in line)
+    replica = dict(field.split("=") for field in said.get("slave0", "offset=-1").split(","))
+    return int(said["master_repl_offset"]), int(replica["offset"])
+
+
 async def test_a_master_that_has_no_replica_accepts_nothing(
     never_alone: Topology, make_site: MakeSite, postgres_url: str
 ) -> None:
     """With `min-replicas-to-write` there is nothing to lose, and nothing to be had while a replica is missing."""
     scene = await working_scene(never_alone, make_site, postgres_url, workers=1)
     accepted = [await scene.insist(number) for number in range(20)]
+    # What it accepted while the replica was near is on its way there, not more.
+    written, _ = _offsets(scene.master())
+    await eventually(lambda: _offsets(scene.master())[1] >= written, "the replica to have all")
     scene.master().cut_off_replicas()
     await eventually(lambda: scene.refuses("too few replicas"), "the master to notice")
     await scene.fail_over()
