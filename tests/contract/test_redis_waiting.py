@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from holdfast.core.job import Claim, Priority
+from holdfast.engine.port import Control
 from holdfast.testing.contract.harness import LONG_WAIT_MS, QUEUE, Rig, ids, soon
 from tests.faults.support import eventually
 from tests.harness import RedisHarness, closing
@@ -73,3 +74,16 @@ async def test_a_lane_that_opens_during_a_wait_is_served(harness: RedisHarness, 
     elsewhere = Rig(harness, await harness.make(), QUEUE)
     job_id = await elsewhere.submit_one(tenant_id="acme")
     assert ids(await soon(waiting)) == [job_id]
+
+
+async def test_who_waits_for_a_queue_that_was_paused_before_anybody_worked_there_does_not_spin(
+    harness: RedisHarness, rig: Rig
+) -> None:
+    await rig.engine.set_control(QUEUE, Control(paused=True))
+    # The first wait finds no group, and makes it; the second one is ended by the nudge of the pause itself.
+    for _ in range(3):
+        assert await rig.engine.claim("w1", [QUEUE], 10, 20) == []
+    waiting = await waiting_for_work(rig, harness)
+    await rig.engine.set_control(QUEUE, Control())
+    job_id = await rig.submit_one()
+    assert ids(await soon(waiting) or await soon(rig.engine.claim("w1", [QUEUE], 10, LONG_WAIT_MS))) == [job_id]

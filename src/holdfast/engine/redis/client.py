@@ -243,17 +243,19 @@ class Client:
         script: Script,
         keys: Sequence[bytes],
         arguments: Sequence[Any],
-    ) -> Any:
+    ) -> tuple[bool, Any]:
         """A script that stands behind a blocking read on the same connection: Redis runs it the moment the read is
-        over, whatever came of that. Its reply; None if Redis has to be given the script first."""
+        over, whatever came of that. Whether the read was carried out, and the script's reply; None if Redis has to be
+        given the script first."""
         connection = await self.connect(purpose)
         waited = connection.call(*read, blocks_s=blocks_s)
         waited.add_done_callback(_look_at)
         try:
-            return await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments, blocks_s=blocks_s)
+            reply = await connection.call(b"EVALSHA", script.sha, len(keys), *keys, *arguments, blocks_s=blocks_s)
+            return waited.exception() is None, reply
         except hiredis.ReplyError as exc:
             if str(exc).startswith("NOSCRIPT"):
-                return None
+                return waited.exception() is None, None
             raise self._failed(purpose, exc) from exc
         except OSError as exc:
             raise self._failed(purpose, exc) from exc

@@ -175,7 +175,10 @@ class Store:
     ) -> Any:
         """`run_on_lines` behind a read that blocks, see the client; None if it did not run and has to be called."""
         names, given = self._declare(queue, keys, arguments, lanes)
-        reply = await self.client.run_behind(Purpose.WAIT, read, blocks_s, _script(name), names, given)
+        waited, reply = await self.client.run_behind(Purpose.WAIT, read, blocks_s, _script(name), names, given)
+        if not waited:
+            # NOGROUP or UNBLOCKED: the store is new, or was wiped. Nobody could wait for anything else.
+            await self.create_groups(queue)
         if reply is not None and reply[0] == b"lanes":
             self.lanes(queue).learn(reply[1:])
             return None
