@@ -12,6 +12,7 @@ from holdfast.chaos.redis_nodes import ask
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.url import Sentinels, parse_url
 from holdfast.errors import EngineUnavailable
+from holdfast.listening import listening
 from holdfast.testing.contract import Rig
 from tests.conftest import MakeServer
 from tests.harness import RedisHarness, closing
@@ -30,20 +31,13 @@ async def sentinel(says: Callable[[], int | None], *, after_s: float = 0.0) -> A
     """One that names a port of this machine, whatever it is asked; None: it says nothing. Yields its own port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while await reader.read(1_000):
-                await asyncio.sleep(after_s)
-                if port := says():
-                    writer.write(f"*2\r\n$9\r\n127.0.0.1\r\n${len(str(port))}\r\n{port}\r\n".encode())
-        finally:
-            writer.close()
+        while await reader.read(1_000):
+            await asyncio.sleep(after_s)
+            if port := says():
+                writer.write(f"*2\r\n$9\r\n127.0.0.1\r\n${len(str(port))}\r\n{port}\r\n".encode())
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        await server.wait_closed()
+    async with listening(serve, "127.0.0.1") as port:
+        yield port
 
 
 def places(harness: RedisHarness) -> tuple[list[int], int, int, str]:

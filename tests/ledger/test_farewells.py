@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.postgres.store import Connection, PostgresStore, StoreOptions
+from holdfast.listening import listening
 
 pytestmark = pytest.mark.postgres
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.postgres
 @asynccontextmanager
 async def without_endings(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     """The server's address by a way that passes on all it says, but not that it hung up; set once it has."""
-    target, ended, writers = urlsplit(url), asyncio.Event(), []
+    target, ended = urlsplit(url), asyncio.Event()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65_536):
@@ -28,7 +29,6 @@ async def without_endings(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection(target.hostname, target.port)
-        writers.extend([writer, server_writer])
         asking = asyncio.create_task(pump(reader, server_writer))
         try:
             await pump(server_reader, writer)
@@ -38,17 +38,10 @@ async def without_endings(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
             pass
         finally:
             asking.cancel()
+            server_writer.transport.abort()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    try:
+    async with listening(serve, "127.0.0.1") as port:
         yield url.replace(f":{target.port}/", f":{port}/"), ended
-    finally:
-        server.close()
-        for writer in writers:
-            writer.transport.abort()
-        await server.wait_closed()
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("when", ["in a transaction", "at rest"])

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from holdfast import AskPeople, Deny, Fatal, Holdfast
 from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, PayloadTooLarge, UnknownTask
 from holdfast.ledger.trigger_book import Status
+from holdfast.listening import listening
 from holdfast.testing import drain
 from holdfast.triggers.callables import CallableRuntime
 from holdfast.triggers.dedup import MemoryDedup
@@ -346,19 +347,14 @@ class _Agent:
                 await writer.drain()
         except asyncio.IncompleteReadError:
             return
-        finally:
-            writer.close()
 
 
 @asynccontextmanager
 async def _agent() -> AsyncIterator[_Agent]:
     agent = _Agent()
-    server = await asyncio.start_server(agent.serve, "127.0.0.1", 0)
-    agent.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/events"
-    try:
+    async with listening(agent.serve, "127.0.0.1") as port:
+        agent.url = f"http://127.0.0.1:{port}/events"
         yield agent
-    finally:
-        server.close()
 
 
 async def test_over_http() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from holdfast.listening import listening
+
 SECRET = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
 OTHER_SECRET = "whsec_" + base64.b64encode(b"another one, also of 32 bytes ..").decode()
 
@@ -39,7 +41,6 @@ class Receiver:
     #: What to answer to the next requests, in order; then always OK.
     answers: list[bytes | Answer] = field(default_factory=list)
     connections: int = 0
-    serving: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def url(self) -> str:
@@ -47,15 +48,6 @@ class Receiver:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self.serving.add(task)
-        try:
-            await self._serve(reader, writer)
-        finally:
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             line, *rest = head.split("\r\n")
@@ -76,13 +68,8 @@ class Receiver:
 @asynccontextmanager
 async def receiving() -> AsyncIterator[Receiver]:
     receiver = Receiver(0)
-    server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
-    receiver.port = server.sockets[0].getsockname()[1]
-    async with server:
+    async with listening(receiver.serve, "127.0.0.1") as receiver.port:
         yield receiver
-        for task in receiver.serving:
-            task.cancel()
-        await asyncio.gather(*receiver.serving, return_exceptions=True)
 
 
 def status(code: int, *headers: str) -> bytes:

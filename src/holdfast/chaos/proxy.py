@@ -11,6 +11,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
+from holdfast.listening import listening
+
 _CHUNK: Final = 64 * 1024
 #: A server that has said nothing for so long has answered all that it was asked.
 _SILENCE_S: Final = 0.05
@@ -21,7 +23,8 @@ class Proxy:
 
     def __init__(self, target_port: int, target_host: str = "127.0.0.1") -> None:
         self._target = (target_host, target_port)
-        self._server: asyncio.Server | None = None
+        self._listening = listening(self._accept, "127.0.0.1")
+        self._port: int | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -35,8 +38,8 @@ class Proxy:
 
     @property
     def port(self) -> int:
-        assert self._server is not None, "the proxy has not been started"
-        return int(self._server.sockets[0].getsockname()[1])
+        assert self._port is not None, "the proxy has not been started"
+        return self._port
 
     @property
     def url(self) -> str:
@@ -82,16 +85,13 @@ class Proxy:
         self.flow()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._port = await self._listening.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        assert self._server is not None
-        self._server.close()
-        await self.cut()
-        await self._server.wait_closed()
+        await self._listening.__aexit__(kind, error, at)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

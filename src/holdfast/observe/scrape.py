@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from holdfast.errors import InvalidOption
+from holdfast.listening import listening
 
 _log: Final = logging.getLogger("holdfast.metrics")
 
@@ -37,17 +38,14 @@ async def serving(host: str, port: int, exposition: Exposition, ready: Ready | N
             _log.debug("a scrape came to nothing: %r", exc)
         except Exception:  # noqa: BLE001 - top of a connection
             _log.exception("a scrape failed in an unexpected way")
-        finally:
-            writer.close()
 
-    try:
-        server = await asyncio.start_server(answer, host, port, limit=_HEAD_LIMIT)
-    except OSError as exc:
-        raise InvalidOption(
-            f"metrics cannot be served on {host}:{port}: {exc.strerror or exc}; choose another"
-        ) from exc
-    async with server:
-        bound = int(server.sockets[0].getsockname()[1])
+    async with AsyncExitStack() as door:
+        try:
+            bound = await door.enter_async_context(listening(answer, host, port, limit=_HEAD_LIMIT))
+        except OSError as exc:
+            raise InvalidOption(
+                f"metrics cannot be served on {host}:{port}: {exc.strerror or exc}; choose another"
+            ) from exc
         _log.info("metrics on http://%s:%d/metrics", host, bound)
         yield bound
 
