@@ -12,6 +12,7 @@ from benchmarks.sides.channel import ARGUMENT, Answer, Spec, at_low_load, in_par
 from benchmarks.sides.diary import AT_ONCE, SLOW_S, Diary
 from benchmarks.usage import resident_bytes
 from holdfast import Holdfast, Task, Worker
+from holdfast.cli.signals import leave_loaded_alone
 
 _LOOK_S: Final = 0.002
 
@@ -92,6 +93,8 @@ class Work:
 
     async def start(self, limit: int | None) -> Answer:
         """Begin to work; with a limit, take only so many jobs."""
+        # As `holdfast worker` does.
+        leave_loaded_alone()
         self._worker = Worker(self._tasks.app, upkeep=self._upkeep, max_jobs=limit)
         self._running = asyncio.create_task(self._worker.run())
         return {}

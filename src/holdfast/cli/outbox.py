@@ -17,7 +17,7 @@ from holdfast.cli.format import instant, iso
 from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.run import Level, LogJson, LogLevel, MetricsHost, MetricsPort, metrics
-from holdfast.cli.signals import on_signals
+from holdfast.cli.signals import staying
 from holdfast.cli.who import who
 from holdfast.core.person import Person
 from holdfast.errors import InvalidOption, NoLedger
@@ -149,7 +149,7 @@ async def relay(
     async with _app(at, app) as holdfast:
         assert holdfast.outbox_port is not None
         relaying = Relaying(holdfast, holdfast.outbox_port)
-        with on_signals(relaying.stop):
+        with staying(relaying.stop):
             _log.info("relay started: destinations %s", ", ".join(relaying.destinations))
             async with metrics(holdfast, metrics_host, metrics_port):
                 await relaying.run()

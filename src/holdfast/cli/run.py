@@ -16,7 +16,7 @@ from holdfast.cli.fleet import LOOPBACK, WorkerCall, supervise, under
 from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import note
 from holdfast.cli.redact import redact
-from holdfast.cli.signals import on_signals
+from holdfast.cli.signals import staying
 from holdfast.cli.stage import Stage
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
@@ -116,7 +116,7 @@ async def dev(
     async with at.app(app) as holdfast:
         queues = _queues(holdfast, queue)
         worker = Worker(holdfast, queues=queues, concurrency=concurrency)
-        with on_signals(worker.drain):
+        with staying(worker.drain):
             note(f"holdfast dev · {redact(holdfast.settings.url)} · queues {', '.join(queues)}")
             note(f"tasks: {', '.join(sorted(holdfast.tasks)) or 'none'}")
             note("ready; submit from your code or with `holdfast submit`, Ctrl-C ends")
@@ -174,7 +174,7 @@ async def worker(
     async with holdfast:
         queues = _queues(holdfast, queue)
         work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
-        with on_signals(work.drain):
+        with staying(work.drain):
             _announce(holdfast, work, queues)
             await _warn(holdfast, queues)
             async with under(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port):
@@ -209,7 +209,7 @@ async def upkeep(
     async with holdfast:
         queues = _queues(holdfast, queue) if app or queue else []
         keeper = Upkeep(holdfast.engine, queues, holdfast.settings, holdfast.ledger_port)
-        with on_signals(keeper.stop):
+        with staying(keeper.stop):
             _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
             async with (
                 delivering(holdfast.engine, holdfast.ledger_port, holdfast.settings),

@@ -14,7 +14,7 @@ from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import note
 from holdfast.cli.redact import redact
 from holdfast.cli.run import Level, LogJson, LogLevel
-from holdfast.cli.signals import on_signals
+from holdfast.cli.signals import staying
 from holdfast.cli.who import local_person
 from holdfast.errors import LedgerUnavailable, NoLedger, UsageError
 from holdfast.offices import Offices
@@ -96,7 +96,7 @@ async def serve(
     except OSError as exc:
         raise UsageError(f"cannot listen on {host} port {port}: {exc.strerror}; choose another with --port") from exc
     server = HttpServer(api, sock)
-    with sock, on_signals(server.stop):
+    with sock, staying(server.stop):
         _log.info(
             "serving %s on %s%s", redact(holdfast.settings.url), server.address, ", with a worker" if works else ""
         )

@@ -17,7 +17,7 @@ from holdfast.cli.format import instant, shorten, span
 from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.run import Level, LogJson, LogLevel, MetricsHost, MetricsPort
-from holdfast.cli.signals import on_signals
+from holdfast.cli.signals import staying
 from holdfast.cli.who import at_work
 from holdfast.errors import InvalidOption
 from holdfast.observe.metrics import exposition
@@ -81,7 +81,7 @@ async def run(
                 "there is no ledger: triggers run, but nothing records their messages, and `holdfast trigger status`, "
                 "pause and resume need one (HOLDFAST_LEDGER)"
             )
-        with on_signals(triggers.stop):
+        with staying(triggers.stop):
             async with AsyncExitStack() as stack:
                 if metrics_port is not None:
                     door = serving(metrics_host, metrics_port, lambda: exposition(holdfast), lambda: triggers.ready)

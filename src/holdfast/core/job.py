@@ -242,7 +242,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     finished_at_ms: int = 0
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One line of a job's story, as the feed hands it to the ledger (requirement S4)."""
 
     type: str

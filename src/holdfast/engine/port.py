@@ -221,7 +221,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     pending: int
 
 
-class FeedEntry(msgspec.Struct, frozen=True):
+class FeedEntry(msgspec.Struct, frozen=True, gc=False):
     """One atomic step's moves, in order. `nonce` tells an entry from another at the same position after a wipe."""
 
     position: str

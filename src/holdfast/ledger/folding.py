@@ -80,7 +80,7 @@ class Anomaly(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Draft(msgspec.Struct, eq=False):
+class Draft(msgspec.Struct, eq=False, gc=False):
     """A job as the batch leaves it."""
 
     tenant_id: str

@@ -407,7 +407,9 @@ class Projector:
         while entries := await track.read(self._engine, last.position, last.nonce):
             known = await self._projection.written(track.queue, entries)
             if fresh := [entry for entry in entries if entry.position not in known]:
-                await self._write_all(track, fresh)
+                # If it cannot be written, the track is dropped, and who takes the feed next goes astray again.
+                track.pending = track.cut(fresh)
+                self._behind[track.queue] = _oldest_ms(fresh) or _now_ms()
                 track.astray = False
                 return
             last = entries[-1]

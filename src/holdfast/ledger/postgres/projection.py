@@ -38,7 +38,7 @@ from holdfast.ledger.folding import (
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
 from holdfast.ledger.postgres import statements as sql
-from holdfast.ledger.postgres.copying import event_rows
+from holdfast.ledger.postgres.copying import event_rows, job_rows, whole
 from holdfast.ledger.postgres.news import payload
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 from holdfast.ledger.presence import Presence, wait_moved
@@ -51,7 +51,6 @@ from holdfast.ledger.rows import (
     anomaly_rows,
     changes,
     expedited_rows,
-    job_row,
     letter_row,
 )
 from holdfast.ledger.text import clean
@@ -212,7 +211,8 @@ class _Ready:
 
     def __init__(self, folded: Folded, queue: str) -> None:
         self.folded = folded
-        self.new = [job_row(draft, queue, _instant) for draft in folded.drafts if draft.creation is not None]
+        new = [draft for draft in folded.drafts if draft.creation is not None]
+        self.new = job_rows(new, queue) if new else b""
         kinds: dict[str, list[Draft]] = {}
         for draft in folded.drafts:
             if draft.creation is None:
@@ -282,7 +282,7 @@ class _Batch:
         for statement, (some, arrays) in ready.updates.items():
             await self._update(connection, statement, some, arrays)
         if ready.new:
-            await connection.copy_records_to_table("jobs", columns=JOB_COLUMNS, records=ready.new)
+            await connection.copy_to_table("jobs", source=whole(ready.new), columns=JOB_COLUMNS, format="binary")
         events = event_rows(drafts, self._queue)
         await connection.copy_to_table("job_events", source=events, columns=EVENT_COLUMNS, format="binary")
         if self._publishing is not None:

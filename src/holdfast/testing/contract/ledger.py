@@ -276,7 +276,10 @@ class LedgerContract(Contract):
         assert await soon(rig.engine.wait_feed({rig.queue: last.position, OTHER_QUEUE: ""}, 0)) == []
         assert await soon(rig.engine.wait_feed({}, 20)) == []
         await rig.submit_one(queue=OTHER_QUEUE)
-        assert set(await soon(rig.engine.wait_feed(positions, LONG_WAIT_MS))) == {OTHER_QUEUE, rig.queue}
+        # The first that has news ends a wait, and the others may not have been heard by then: on a Cluster each has a
+        # server of its own.
+        assert set(await soon(rig.engine.wait_feed(positions, LONG_WAIT_MS))) & {OTHER_QUEUE, rig.queue}
+        assert set(await soon(rig.engine.wait_feed(positions, 0))) == {OTHER_QUEUE, rig.queue}
 
     async def test_an_entry_ends_the_waiting(self, rig: Rig) -> None:
         await rig.submit_one()
