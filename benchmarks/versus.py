@@ -1,6 +1,7 @@
 """The page about holdfast and its peers, from runs: `python -m benchmarks.versus JSON [JSON …] --page PATH`.
 
-All that can be computed is: tables with ratios, the targets, where a peer is ahead. Pictures lie beside the page.
+All that can be computed is: tables with ratios, the targets, where a peer is ahead. Pictures lie beside the page, and
+so do the samples, of which this program makes the same page again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write the page, or print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versus", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="JSON", help="of `make bench-peers`")
-    parser.add_argument("--page", type=Path, metavar="PATH", help="write it here, and its pictures beside it")
+    parser.add_argument("--page", type=Path, metavar="PATH", help="write it here, pictures and samples beside it")
     given = parser.parse_args(arguments)
     runs = [msgspec.json.decode(file.read_bytes(), type=Results) for file in given.runs]
     if given.page is None:
@@ -68,7 +69,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     pictures = versus_plot.draw(given.page, merged(runs))
     given.page.write_text(page(runs, pictures))
+    given.page.with_suffix(".json").write_bytes(samples(runs))
     return 0
+
+
+def samples(runs: Sequence[Results]) -> bytes:
+    """Every figure of every round, but not each single latency."""
+    return msgspec.json.encode(msgspec.structs.replace(merged(runs), latencies_ms={})) + b"\n"
 
 
 def merged(runs: Sequence[Results]) -> Results:

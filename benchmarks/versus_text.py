@@ -43,5 +43,7 @@ HOW: Final = """\
     make bench-peers ARGS="--peers huey,saq --rounds 1"  a part of it
     python -m benchmarks.versus benchmarks/results/bench-….json --page docs/benchmarks/peers-2026-11.md
 
+Every figure of every round lies beside this page, as JSON.
+
 Peers are installed into environments of their own under `.servers/peers`, with pinned versions, when first needed. \
 One that cannot be installed, or fails, is named, and the run goes on without it."""

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, Protocol
 
 #: From the acceptance of a connection until its task has begun, asyncio takes so many turns of the loop. One that a
 #: closed server is still about to begin is closed by nobody.
 _TURNS: Final = 4
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Socket(Protocol):
+    """What listens."""
+
+    def fileno(self) -> int: ...
+
+
+async def stop_accepting(sockets: Iterable[Socket]) -> None:
+    """Before a server is closed: whoever has not been accepted yet never is, and all others are being served."""
+    for sock in sockets:
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -41,10 +55,7 @@ async def listening(serve: Serve, host: str, port: int = 0, *, limit: int = 2**1
     try:
         yield int(server.sockets[0].getsockname()[1])
     finally:
-        for sock in server.sockets:
-            asyncio.get_running_loop().remove_reader(sock.fileno())
-        for _ in range(_TURNS):
-            await asyncio.sleep(0)
+        await stop_accepting(server.sockets)
         server.close()
         cut = list(connections)
         for connection in cut:

@@ -230,6 +230,21 @@ def test_a_master_without_replicas_accepts_nothing_if_that_is_wanted(topology: s
         assert needed == {str(wanted)}
 
 
+@pytest.mark.parametrize(
+    ("words", "jobs", "faults"),
+    [
+        ([], 2_000, 20),
+        (["--long"], 100_000, 200),
+        (["--long", "--jobs", "500"], 500, 200),
+        (["--long", "--faults", "0"], 100_000, 0),
+    ],
+)
+def test_how_much_is_what_was_asked_for(words: list[str], jobs: int, faults: int, wishes: list[Wish]) -> None:
+    done = CliRunner().invoke(program(), ["chaos", *words])
+    assert done.exit_code == 0, done.output
+    assert [(wish.jobs, wish.faults) for wish in wishes] == [(jobs, faults)]
+
+
 def test_a_single_redis_has_no_replicas_to_wait_for(wishes: list[Wish]) -> None:
     done = CliRunner().invoke(program(), ["chaos", "--min-replicas", "1"])
     assert (done.exit_code, wishes) == (ExitCode.USAGE, [])

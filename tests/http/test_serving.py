@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from fastapi import FastAPI
 
 from holdfast.core.person import Role
 from holdfast.http import mount
+from holdfast.http.server import HttpServer, bind
 from holdfast.people.operating import Operating
 from tests.cli.harness import SAMPLE_APP, Process, Shell, environment
 from tests.http.world import World, sample, serving
@@ -174,3 +177,27 @@ def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(ImportError, match=r"pip install 'holdfast\[http\]'"):
         import holdfast.http  # noqa: F401
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning")
+@pytest.mark.parametrize("turns", range(6))
+def test_a_connection_that_comes_at_the_end_is_closed(turns: int) -> None:
+    """By the server, not by the garbage collector, which would warn."""
+    connections: list[socket.socket] = []
+
+    class Brief(HttpServer):
+        """Ends so many turns of the loop after somebody came."""
+
+        async def main_loop(self) -> None:
+            connections.append(socket.create_connection(self._socket.getsockname(), timeout=10))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    async def serve() -> None:
+        with bind("127.0.0.1", 0) as sock:
+            await Brief(FastAPI(), sock).run_until_stopped()
+
+    asyncio.run(serve())
+    gc.collect()
+    with connections[0] as connection, suppress(ConnectionResetError):
+        assert connection.recv(1) == b""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
+
 from benchmarks.model import DBOS, OURS_LEDGER, OURS_REDIS, PGQUEUER, Results
 from benchmarks.stages.rivals import Killed, Rivals, RivalsLatency
-from benchmarks.versus import ahead, merged, page, targets
+from benchmarks.versus import ahead, main, merged, page, targets
 
 MEASURES = [*Rivals.measures, *RivalsLatency.measures, *Killed.measures]
 
@@ -85,3 +89,17 @@ def test_several_runs_become_one() -> None:
     assert f"Run of {first.began_at}" in text
     assert f"Run of {last.began_at}" in text
     assert "comes from the last of them" in text
+
+
+def test_the_samples_beside_a_page_make_the_same_page_again(tmp_path: Path) -> None:
+    found = run(peers_single={OURS_REDIS: 1, "huey": 4}, peers_1={OURS_REDIS: 3, "huey": 2})
+    found.latencies_ms["huey"] = [1.0, 2.0]
+    first, again = tmp_path / "run.json", tmp_path / "page.json"
+    first.write_bytes(msgspec.json.encode(found))
+    page_file = tmp_path / "page.md"
+    assert main([str(first), "--page", str(page_file)]) == 0
+    made = page_file.read_text()
+    assert b"latencies_ms" in again.read_bytes()
+    assert not msgspec.json.decode(again.read_bytes(), type=Results).latencies_ms
+    assert main([str(again), "--page", str(page_file)]) == 0
+    assert page_file.read_text() == made

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+import uvloop
 
 from holdfast.listening import listening
+
+MakeLoop = Callable[[], asyncio.AbstractEventLoop]
 
 
 async def _wait_for_ever(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -19,7 +23,8 @@ async def _wait_for_ever(reader: asyncio.StreamReader, writer: asyncio.StreamWri
 @pytest.mark.filterwarnings("error::ResourceWarning")
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("waits", [0, 4])
-def test_a_connection_that_comes_about_the_end_is_closed(turns: int, waits: int) -> None:
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connection_that_comes_about_the_end_is_closed(loop: MakeLoop, turns: int, waits: int) -> None:
     """Whenever it comes, before or after the end has begun: not by the garbage collector, which would warn."""
     connections: list[socket.socket] = []
 
@@ -36,7 +41,8 @@ def test_a_connection_that_comes_about_the_end_is_closed(turns: int, waits: int)
                 await asyncio.sleep(0)
         await coming
 
-    asyncio.run(end())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(end())
     gc.collect()
     for connection in connections:
         with connection, suppress(ConnectionResetError):

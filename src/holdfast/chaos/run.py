@@ -38,9 +38,9 @@ from holdfast.upkeep.track import STRAYS_S
 #: How long work may take to go on after a fault, and how long nothing at all may end before we give up.
 RECOVERY_PATIENCE_S: Final = 30.0
 PATIENCE_S: Final = 60.0
-#: How long upkeep may take to sweep: what a fail-over left half ended is seen to when it was found twice. How long it
 #: To read the whole history at the end takes longer than any question during the run may.
 _CHECK_PATIENCE_S: Final = 300
+#: How long upkeep may take to sweep: what a fail-over left half ended is seen to when it was found twice. How long it
 #: really took is in the report.
 _TIDY_PATIENCE_S: Final = 2 * STRAYS_S + 30.0
 #: After the last fault is healed, whoever has lost a lease needs so long to notice.

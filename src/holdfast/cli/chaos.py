@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _EXTRA: Final = "holdfast chaos drives the HTTP service and needs further packages: pip install 'holdfast[http]'"
 #: Defects that are shown; all are counted.
 _SHOWN: Final = 30
+_JOBS: Final = 2_000
+_FAULTS: Final = 20
 _LONG_JOBS: Final = 100_000
 _LONG_FAULTS: Final = 200
 #: A line for a log now and then, where nobody looks at bars.
@@ -62,9 +64,15 @@ def register(app: typer.Typer) -> None:
 
 async def chaos(
     at: Connection,
-    jobs: Annotated[int, typer.Option(min=1, help="How many jobs to submit.")] = 2_000,
-    faults: Annotated[int, typer.Option(min=0, help="How many faults strike meanwhile.")] = 20,
-    long: Annotated[bool, typer.Option("--long", help="100,000 jobs and 200 faults: half an hour or so.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="How many jobs to submit. Default: 2,000.", show_default=False)
+    ] = None,
+    faults: Annotated[
+        int | None, typer.Option(min=0, help="How many faults strike meanwhile. Default: 20.", show_default=False)
+    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="100,000 jobs and 200 faults, unless you say: half an hour or so.")
+    ] = False,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Decides jobs and faults. Default: a new one.", show_default=False)
     ] = None,
@@ -111,8 +119,8 @@ async def chaos(
         raise UsageError(_EXTRA) from exc
     wish = Wish(
         seed=secrets.randbelow(2**31) if seed is None else seed,
-        jobs=_LONG_JOBS if long else jobs,
-        faults=_LONG_FAULTS if long else faults,
+        jobs=jobs or (_LONG_JOBS if long else _JOBS),
+        faults=faults if faults is not None else (_LONG_FAULTS if long else _FAULTS),
         topology=topology.value,
         workers=workers,
         rate=rate or 0.0,

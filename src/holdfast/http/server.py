@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from holdfast.http.service import Service
 from holdfast.http.streams import ABORT
+from holdfast.listening import stop_accepting
 
 #: How long requests that are on their way may take at the end.
 _GRACE_S: Final = 10
@@ -73,6 +74,11 @@ class HttpServer(uvicorn.Server):
         if service is not None:
             service.ending.set()
             self._ending = asyncio.get_running_loop().create_task(service.end_streams())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does; but a connection that has just been accepted is served, or it would be left open."""
+        await stop_accepting([self._socket])
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

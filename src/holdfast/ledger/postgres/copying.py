@@ -8,7 +8,7 @@ quarter. What cannot be encoded raises `ValueError`, or `OverflowError`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import lru_cache
 from struct import Struct, error
 from typing import Final
@@ -128,16 +128,17 @@ def _counts(state: str, attempt: int, retry_count: int, last_seq: int) -> bytes:
 
 @lru_cache(maxsize=1_000)
 def _number(value: int) -> bytes:
-    try:
-        return _int4(4, value)
-    except error as exc:
-        raise OverflowError(value) from exc
+    return _packed(_int4, 4, value)
 
 
 @lru_cache(maxsize=100)
 def _small(value: int) -> bytes:
+    return _packed(_int2, 2, value)
+
+
+def _packed(pack: Callable[[int, int], bytes], size: int, value: int) -> bytes:
     try:
-        return _int2(2, value)
+        return pack(size, value)
     except error as exc:
         raise OverflowError(value) from exc
 
