@@ -44,6 +44,7 @@ from holdfast.upkeep.reconciler import Reconciler
 from holdfast.upkeep.replays import Replays
 from tests.conftest import MakeCluster
 from tests.harness import RedisHarness, closing
+from tests.http.world import serving
 from tests.ledger.projection_rig import open_ledger
 from tests.servers import find_server
 from tests.worker.support import eventually, working
@@ -340,6 +341,26 @@ async def test_people_see_the_queues_that_answer_and_are_told_of_the_others(scen
     told = await _holdfast(scene, 3, "queues", "list")
     assert "the list of queues is on a node" in told.stderr
     assert "name those that you mean" in told.stderr
+
+
+async def test_over_http_too(scene: Scene, tmp_path: Path) -> None:
+    for queue in scene.queues:
+        await scene.rig(queue).submit(1)
+    namespace, ledger = scene.harness.names.namespace, f"sqlite:///{tmp_path}/ledger.db"
+    app = Holdfast(scene.cluster.url, namespace=namespace, ledger=ledger, reply_timeout_s=_REPLY_S)
+
+    def look() -> None:
+        with serving(app, upkeep=False) as world:
+            client = world.client()
+            whole = client.get("/api/v1/queues", params={"queue": scene.queues}).json()
+            assert ([each["queue"] for each in whole["queues"]], whole["missing"]) == (scene.queues, None)
+            scene.kill()
+            answer = client.get("/api/v1/queues", params={"queue": scene.queues})
+            assert answer.status_code == 200, answer.text
+            assert [each["queue"] for each in answer.json()["queues"]] == scene.well
+            assert f"no answer for {scene.hit}" in answer.json()["missing"]
+
+    await asyncio.to_thread(look)
 
 
 async def test_who_looks_for_long_goes_on_around_a_dead_node(scene: Scene) -> None:

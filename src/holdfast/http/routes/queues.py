@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from holdfast.core.person import Right
 from holdfast.core.states import State
-from holdfast.engine.port import Control, TenantControl, WorkerView
+from holdfast.engine.port import Control, PartlyDone, TenantControl, WorkerView
 from holdfast.errors import Conflict, ControlChanged, InvalidOption, Unknown
 from holdfast.http.asgi import Reply
 from holdfast.http.operation import Answer, Call, Decorator, operation
@@ -62,7 +62,11 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueList(msgspec.Struct, frozen=True, kw_only=True):
+    """Those that answer."""
+
     queues: list[Queue]
+    #: Which queues are not in the list, and why: their server does not answer. Null: all are there.
+    missing: str | None
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,8 +121,12 @@ async def list_queues(call: Call) -> Reply:
     A token of some tenants sees its own jobs' numbers, from the ledger.
     """
     query: QueuesQuery = call.query
-    views = await call.service.offices.operating.queues(call.person, query.queue)
-    return Reply(QueueList(queues=[_queue(view) for view in views]))
+    missing = None
+    try:
+        views = await call.service.offices.operating.queues(call.person, query.queue)
+    except PartlyDone as exc:
+        views, missing = exc.done, str(exc)
+    return Reply(QueueList(queues=[_queue(view) for view in views], missing=missing))
 
 
 async def _change(call: Call, verb: str, **changes: Any) -> Reply:
