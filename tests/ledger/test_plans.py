@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from holdfast.ledger.outbox_store import Mark
 from holdfast.ledger.outbox_store import Status as OutboxStatus
 from holdfast.ledger.people import ApprovalStatus
 from holdfast.ledger.port import DeadLetter, KeyState, Outcome, Reservation, Step
+from holdfast.ledger.postgres.retention import PRUNE_JOBS
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 from tests.ledger.projection_rig import Feed, Scribe
 
@@ -305,6 +306,26 @@ async def test_pruning_reads_no_table_whole(ledger: PostgresLedger) -> None:
     assert isinstance(plans, Plans)
     assert any("Delete on job_events" in plan for plan in plans.told)
     assert plans.whole() == [], "\n".join(plans.whole())
+
+
+async def test_a_batch_of_retention_looks_at_few_jobs(ledger: PostgresLedger) -> None:
+    """However many are old: it would take longer with each day of a backlog else, and never be done with it."""
+    beginning, keep, batch = datetime(1970, 1, 1, tzinfo=UTC), timedelta(days=30), 100
+    statement = PRUNE_JOBS.format(jobs=batch, events=3 * batch)
+
+    async def explain(connection: Connection) -> Any:
+        return await connection.fetchval(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", "default", keep, beginning, "")
+
+    (plan,) = msgspec.json.decode(await ledger.store.transact(explain))
+    nodes = list(_nodes(plan["Plan"]))
+    read = sum(node["Actual Rows"] * node["Actual Loops"] for node in nodes if node.get("Relation Name") == "jobs")
+    assert batch <= read <= 6 * batch, msgspec.json.encode(plan).decode()
+
+
+def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield plan
+    for part in plan.get("Plans", ()):
+        yield from _nodes(part)
 
 
 async def test_a_table_that_is_read_whole_is_noticed(ledger: PostgresLedger) -> None:

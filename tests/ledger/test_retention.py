@@ -224,6 +224,28 @@ async def test_the_archivist_hurries_while_there_is_more(caplog: pytest.LogCaptu
     assert ["nothing was pruned" in record.message for record in caplog.records] == [True]
 
 
+@pytest.mark.parametrize(
+    ("gone", "took_s", "least", "most"),
+    [(BATCH, 0.0, 0.01, 0.1), (BATCH, 0.5, 1.0, 1.0), (BATCH, 10.0, 20.0, 20.0), (5, 0.1, 20, 60), (0, 0.1, 200, 400)],
+)
+async def test_the_archivist_leaves_room_for_others(gone: int, took_s: float, least: float, most: float) -> None:
+    now = 100.0
+
+    class Busy:
+        async def prune(self, keep_ms: int, limit: int, marks: Marks) -> int:
+            nonlocal now
+            now += took_s
+            return gone
+
+    archivist = Archivist(Busy(), Settings.load(), monotonic=lambda: now)  # type: ignore[arg-type]
+    assert least <= await archivist.turn() <= most
+    if gone < BATCH:
+        # Who keeps little looks often.
+        brief = Settings.load(retention_days=100 / 86_400, idempotency_window_s=50)
+        archivist = Archivist(Busy(), brief)  # type: ignore[arg-type]
+        assert 8 <= await archivist.turn() <= 12
+
+
 async def test_the_archivist_looks_at_what_it_kept_again_after_some_hours() -> None:
     seen: list[Marks] = []
     now = 0.0
@@ -251,6 +273,25 @@ async def test_what_is_kept_is_looked_at_once(ledger: Ledger, tables: AsyncEngin
     # Who starts afresh finds them.
     assert await ledger.prune(KEEP_MS, 1_000, {}) > 5 * 4
     assert await ids(tables, jobs) == set()
+
+
+async def test_what_is_kept_does_not_hide_what_is_not(ledger: Ledger, tables: AsyncEngine) -> None:
+    """More of them, older, than a batch looks at."""
+    await write(tables, *(dead(f"dead{number:02}", OLD) for number in range(30)), done("old", OLD + timedelta(days=1)))
+    assert await ledger.prune(KEEP_MS, 20, {}) == 4
+    assert "old" not in await ids(tables, jobs)
+
+
+async def test_long_stories_do_not_go_in_one_batch_and_none_is_passed_over(ledger: Ledger, tables: AsyncEngine) -> None:
+    marks: Marks = {}
+    long = [S.QUEUED, *[S.RUNNING, S.RETRYING] * 20, S.RUNNING, S.SUCCEEDED]
+    stories = [Told(*long, job_id=f"j{number}", at=OLD + timedelta(seconds=number)) for number in range(6)]
+    await write(tables, *stories, dead("dead", OLD + timedelta(seconds=3)))
+    rounds = []
+    while gone := await ledger.prune(KEEP_MS, 40, marks):
+        rounds.append(gone)
+    assert max(rounds) < 2 * 44
+    assert await ids(tables, jobs) == {"dead"}
 
 
 async def test_marks_lose_nothing_between_batches(ledger: Ledger, tables: AsyncEngine) -> None:

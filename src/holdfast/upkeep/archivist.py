@@ -1,7 +1,8 @@
 """Retention (requirement L5): drops finished jobs from the ledger when their time is over.
 
-In small batches with a pause between them, so that nothing else waits for it. Any number may do so at once: each takes
-rows that the others have not locked.
+In small batches with a pause between them, so that nothing else waits for it, and twice as long as the batch took, so
+that it keeps up with whatever was recorded and never has more than a third of one connection's time. Any number may do
+so at once: each takes rows that the others have not locked, and who finds none comes back later.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger("holdfast.upkeep")
 
 #: Rows of one transaction, about 50 ms of work.
-BATCH: Final = 2_000
-#: Between two batches while there is more, and when there is nothing more.
-_BREATH_S: Final = 0.2
+BATCH: Final = 4_000
+#: Between two batches while there is more: so many times as long as the batch took, and at least …
+_BREATHS: Final = 2.0
+_BREATH_S: Final = 0.02
+#: … after the last batch, and if there was nothing at all; but no longer than a tenth of what is kept.
+_SOON_S: Final = 30.0
 _PAUSE_S: Final = 300.0
+_SHARE: Final = 0.1
 #: Old jobs that were kept (for an open dead letter, say) are looked at again after this long.
 _AFRESH_S: Final = 6 * 3_600.0
 _DAY_MS: Final = 86_400_000
@@ -58,10 +63,14 @@ class Archivist:
         if self._monotonic() >= self._afresh_at:
             self._marks = {}
             self._afresh_at = self._monotonic() + _AFRESH_S
+        began = self._monotonic()
         try:
             gone = await self._ledger.prune(self._keep_ms, BATCH, self._marks)
         except LedgerUnavailable as exc:
             _log.warning("nothing was pruned, the ledger does not answer: %s", exc)
             gone = 0
         # A batch may be a little short, as a job's rows go together.
-        return _BREATH_S if gone >= BATCH // 2 else _PAUSE_S * self._random.uniform(0.8, 1.2)
+        if gone >= BATCH // 2:
+            return max(_BREATH_S, _BREATHS * (self._monotonic() - began))
+        pause_s = min(_SOON_S if gone else _PAUSE_S, max(1.0, self._keep_ms / 1_000 * _SHARE))
+        return pause_s * self._random.uniform(0.8, 1.2)

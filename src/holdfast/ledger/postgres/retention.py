@@ -23,22 +23,29 @@ _KEY_TENANTS: Final = _TENANTS.format(table="idempotency_keys")
 _ANOMALY_TENANTS: Final = _TENANTS.format(table="anomalies")
 _LOG_TENANTS: Final = _TENANTS.format(table="operator_events")
 _EXECUTION_TENANTS: Final = _TENANTS.format(table="queue_executions")
+#: So many times in a row a batch may look for old jobs and find only such as are kept.
+_MOST_LOOKS: Final = 50
 _BEGINNING: Final = (datetime(1970, 1, 1, tzinfo=UTC), "")
 
-#: `created_at` has an index and is never later than `finished_at`. `last_seq` is how many events a job has, so that the
-#: transaction is short however long the stories are. Limits are written out, and `(SELECT … LIMIT 1) IS NULL` is a
-#: NOT EXISTS: otherwise the planner expects many rows and reads whole tables.
+#: The oldest jobs behind the mark, in the order of an index and no more of them than are looked at: a condition that
+#: few rows seem to meet would make the planner read all that are old, and sort them, for each batch. `created_at` is
+#: never later than `finished_at`. Then those of them that may go: `(SELECT … LIMIT 1) IS NULL` is a NOT EXISTS for
+#: which no whole table is read. `last_seq` is how many events a job has, so that the transaction is short however long
+#: the stories are. The mark moves to the last job that was looked at, or that went, if not all could go at once.
 PRUNE_JOBS: Final = """
-WITH old AS MATERIALIZED (
-    SELECT tenant_id, job_id, queue, created_at, last_seq FROM jobs
-    WHERE tenant_id = $1 AND created_at < now() - $2::interval AND finished_at < now() - $2::interval
-      AND created_at >= $3 AND (created_at, job_id) > ($3, $4)
-      AND (SELECT 1 FROM dlq_items d WHERE d.tenant_id = jobs.tenant_id AND d.job_id = jobs.job_id
-              AND d.queue = jobs.queue AND (d.status IN ('open', 'discard_requested') OR d.replay_pending = 1)
-            LIMIT 1) IS NULL
-      AND (SELECT 1 FROM idempotency_keys k WHERE k.tenant_id = jobs.tenant_id AND k.job_id = jobs.job_id
-              AND k.queue = jobs.queue AND k.state <> 'done' LIMIT 1) IS NULL
-    ORDER BY created_at, job_id LIMIT {jobs} FOR UPDATE OF jobs SKIP LOCKED
+WITH looked AS MATERIALIZED (
+    SELECT tenant_id, job_id, queue, created_at FROM jobs
+    WHERE tenant_id = $1 AND created_at < now() - $2::interval AND created_at >= $3 AND (created_at, job_id) > ($3, $4)
+    ORDER BY created_at, job_id LIMIT {jobs}
+), old AS MATERIALIZED (
+    SELECT j.tenant_id, j.job_id, j.queue, j.created_at, j.last_seq
+      FROM looked l JOIN jobs j ON j.tenant_id = l.tenant_id AND j.job_id = l.job_id AND j.queue = l.queue
+     WHERE j.finished_at < now() - $2::interval
+       AND (SELECT 1 FROM dlq_items d WHERE d.tenant_id = j.tenant_id AND d.job_id = j.job_id AND d.queue = j.queue
+               AND (d.status IN ('open', 'discard_requested') OR d.replay_pending = 1) LIMIT 1) IS NULL
+       AND (SELECT 1 FROM idempotency_keys k WHERE k.tenant_id = j.tenant_id AND k.job_id = j.job_id
+               AND k.queue = j.queue AND k.state <> 'done' LIMIT 1) IS NULL
+       FOR UPDATE OF j SKIP LOCKED
 ), gone AS MATERIALIZED (
     SELECT tenant_id, job_id, queue, created_at FROM (
         SELECT *, sum(last_seq) OVER (ORDER BY created_at, job_id, queue) - last_seq AS before FROM old
@@ -68,10 +75,14 @@ WITH old AS MATERIALIZED (
 SELECT (SELECT count(*) FROM jobs_gone) + (SELECT count(*) FROM events) + (SELECT count(*) FROM steps)
      + (SELECT count(*) FROM letters) + (SELECT count(*) FROM decisions) + (SELECT count(*) FROM votes)
      + (SELECT count(*) FROM oddities) AS gone,
-       (SELECT count(*) FROM old) = {jobs} OR (SELECT count(*) FROM old) > (SELECT count(*) FROM gone) AS more,
+       part OR (SELECT count(*) FROM looked) = {jobs} AS more,
        last.created_at, last.job_id, now() - $2::interval AS before
-  FROM (SELECT 1) one
-  LEFT JOIN LATERAL (SELECT created_at, job_id FROM gone ORDER BY created_at DESC, job_id DESC LIMIT 1) last ON true
+  FROM (SELECT (SELECT count(*) FROM gone) < (SELECT count(*) FROM old) AS part) one
+  LEFT JOIN LATERAL (
+      SELECT created_at, job_id FROM (
+          SELECT created_at, job_id FROM gone WHERE part UNION ALL SELECT created_at, job_id FROM looked WHERE NOT part
+      ) passed ORDER BY created_at DESC, job_id DESC LIMIT 1
+  ) last ON true
 """
 
 #: Of jobs that the ledger does not have, or no longer: the others go with their job.
@@ -149,19 +160,23 @@ async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: Marks | N
     """At most about `limit` rows; how many went."""
     keep, entries = timedelta(milliseconds=keep_ms), timedelta(milliseconds=max(keep_ms, KEEP_ENTRIES_MS))
 
-    # A job is at least two rows.
-    prune_jobs = PRUNE_JOBS.format(jobs=max(1, limit // 2), events=max(1, limit // 2))
+    # Most jobs are four rows.
+    jobs = max(1, limit // 4)
+    prune_jobs = PRUNE_JOBS.format(jobs=jobs, events=max(1, limit - jobs))
 
     moved: Marks = {}
 
     async def work(connection: Connection) -> int:
         gone = 0
         for (tenant,) in await connection.fetch(_JOB_TENANTS):
-            if gone < limit:
-                start = (marks or {}).get(tenant, _BEGINNING)
+            start, more = (marks or {}).get(tenant, _BEGINNING), True
+            # Past those that are kept, as far as it takes to find some that are not.
+            for _ in range(_MOST_LOOKS):
+                if not more or gone >= limit // 2:
+                    break
                 (row,) = await connection.fetch(prune_jobs, tenant, keep, *start)
-                gone += row["gone"]
-                moved[tenant] = (row["created_at"], row["job_id"]) if row["more"] else (row["before"], "")
+                gone, more = gone + row["gone"], row["more"]
+                start = moved[tenant] = (row["created_at"], row["job_id"]) if more else (row["before"], "")
         for (tenant,) in await connection.fetch(_ANOMALY_TENANTS):
             if gone < limit:
                 gone += await connection.fetchval(PRUNE_ANOMALIES, tenant, keep, limit - gone)
