@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from fastapi import FastAPI
 
 from holdfast.core.person import Role
@@ -181,7 +182,10 @@ def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
 @pytest.mark.parametrize("turns", range(6))
-def test_a_connection_that_comes_at_the_end_is_closed(turns: int) -> None:
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connection_that_comes_at_the_end_is_closed(
+    loop: Callable[[], asyncio.AbstractEventLoop], turns: int
+) -> None:
     """By the server, not by the garbage collector, which would warn."""
     connections: list[socket.socket] = []
 
@@ -197,7 +201,8 @@ def test_a_connection_that_comes_at_the_end_is_closed(turns: int) -> None:
         with bind("127.0.0.1", 0) as sock:
             await Brief(FastAPI(), sock).run_until_stopped()
 
-    asyncio.run(serve())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(serve())
     gc.collect()
     with connections[0] as connection, suppress(ConnectionResetError):
         assert connection.recv(1) == b""
