@@ -11,7 +11,7 @@ from benchmarks.sides.channel import ARGUMENT, Answer, Spec, in_parallel, main, 
 from benchmarks.sides.ours import Producer, Tasks, Work
 from benchmarks.usage import cpu_s, resident_bytes
 from holdfast import Context
-from holdfast.cli.signals import leave_loaded_alone
+from holdfast.cli.staying import leave_loaded_alone
 from holdfast.core.job import Claim
 from holdfast.core.verdict import Settlement, Succeed
 from holdfast.engine.port import MAX_BATCH

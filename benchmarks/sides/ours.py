@@ -12,7 +12,7 @@ from benchmarks.sides.channel import ARGUMENT, Answer, Spec, at_low_load, in_par
 from benchmarks.sides.diary import AT_ONCE, SLOW_S, Diary
 from benchmarks.usage import resident_bytes
 from holdfast import Holdfast, Task, Worker
-from holdfast.cli.signals import leave_loaded_alone
+from holdfast.cli.staying import leave_loaded_alone
 
 _LOOK_S: Final = 0.002
 

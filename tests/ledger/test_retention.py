@@ -196,6 +196,12 @@ async def test_a_batch_is_bounded_by_rows(ledger: Ledger, tables: AsyncEngine) -
     assert len(rounds) >= 3
 
 
+async def test_a_batch_however_small_takes_a_job(ledger: Ledger, tables: AsyncEngine) -> None:
+    await write(tables, done("old", OLD))
+    assert await ledger.prune(KEEP_MS, 1) == 4
+    assert await ids(tables, jobs) == set()
+
+
 async def test_several_at_once_share_the_work(ledger: Ledger, ledger_url: str, tables: AsyncEngine) -> None:
     await write(tables, *(done(f"j{number:03}", OLD) for number in range(60)), done("recent", RECENT))
     others = [ledger, ledger.sibling(), ledger.sibling()]

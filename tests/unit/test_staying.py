@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from holdfast.cli.signals import staying
+from holdfast.cli.staying import staying
 
 
 async def test_what_is_loaded_is_not_looked_at_again() -> None:

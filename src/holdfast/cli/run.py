@@ -16,8 +16,8 @@ from holdfast.cli.fleet import LOOPBACK, WorkerCall, supervise, under
 from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import note
 from holdfast.cli.redact import redact
-from holdfast.cli.signals import staying
 from holdfast.cli.stage import Stage
+from holdfast.cli.staying import staying
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
 from holdfast.observe.metrics import exposition

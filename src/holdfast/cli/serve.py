@@ -14,7 +14,7 @@ from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import note
 from holdfast.cli.redact import redact
 from holdfast.cli.run import Level, LogJson, LogLevel
-from holdfast.cli.signals import staying
+from holdfast.cli.staying import staying
 from holdfast.cli.who import local_person
 from holdfast.errors import LedgerUnavailable, NoLedger, UsageError
 from holdfast.offices import Offices

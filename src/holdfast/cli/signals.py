@@ -1,9 +1,8 @@
-"""Commands that stay. SIGTERM, SIGINT and SIGHUP: the first asks them to finish, the second to hurry."""
+"""SIGTERM, SIGINT and SIGHUP while a long-running command works: the first asks it to finish, the second to hurry."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,19 +24,3 @@ def on_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in heard:
             loop.remove_signal_handler(number)
-
-
-@contextmanager
-def staying(stop: Callable[[], None]) -> Iterator[None]:
-    """As `on_signals`, for a command that works until it is told to end."""
-    leave_loaded_alone()
-    with on_signals(stop):
-        yield
-
-
-def leave_loaded_alone() -> None:
-    """Code stays until the end: the garbage collector need not look at it again in the middle of the work.
-
-    It is most of what a process has, and each full collection is a pause of some 40 ms that finds none of it.
-    """
-    gc.freeze()

@@ -17,7 +17,7 @@ from holdfast.cli.format import instant, shorten, span
 from holdfast.cli.logs import log_to_stderr
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.cli.run import Level, LogJson, LogLevel, MetricsHost, MetricsPort
-from holdfast.cli.signals import staying
+from holdfast.cli.staying import staying
 from holdfast.cli.who import at_work
 from holdfast.errors import InvalidOption
 from holdfast.observe.metrics import exposition

@@ -172,7 +172,7 @@ async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: Marks | N
             start, more = (marks or {}).get(tenant, _BEGINNING), True
             # Past those that are kept, as far as it takes to find some that are not.
             for _ in range(_MOST_LOOKS):
-                if not more or gone >= limit // 2:
+                if not more or gone >= max(1, limit // 2):
                     break
                 (row,) = await connection.fetch(prune_jobs, tenant, keep, *start)
                 gone, more = gone + row["gone"], row["more"]
