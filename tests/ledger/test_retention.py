@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -200,6 +201,20 @@ async def test_a_batch_however_small_takes_a_job(ledger: Ledger, tables: AsyncEn
     await write(tables, done("old", OLD))
     assert await ledger.prune(KEEP_MS, 1) == 4
     assert await ids(tables, jobs) == set()
+
+
+async def test_tenants_take_turns(ledger: Ledger, tables: AsyncEngine) -> None:
+    """One that always has more to drop does not keep the others waiting."""
+    times = [OLD + timedelta(minutes=number) for number in range(12)]
+    stories = [done(f"j{at:%H%M}", at, tenant_id=tenant) for at in times for tenant in ("acme", "zeta")]
+    await write(tables, *stories)
+    marks: Marks = {}
+    for _ in range(4):
+        await ledger.prune(KEEP_MS, 8, marks)
+    async with tables.connect() as connection:
+        left = Counter((await connection.execute(select(jobs.c.tenant_id))).scalars())
+    assert left["acme"] < 12
+    assert left["zeta"] < 12
 
 
 async def test_several_at_once_share_the_work(ledger: Ledger, ledger_url: str, tables: AsyncEngine) -> None:

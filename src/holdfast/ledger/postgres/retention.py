@@ -168,8 +168,11 @@ async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: Marks | N
 
     async def work(connection: Connection) -> int:
         gone = 0
-        for (tenant,) in await connection.fetch(_JOB_TENANTS):
-            start, more = (marks or {}).get(tenant, _BEGINNING), True
+        reached = marks or {}
+        tenants = [tenant for (tenant,) in await connection.fetch(_JOB_TENANTS)]
+        # Who is furthest behind comes first: one that always has more would keep the others waiting for ever.
+        for tenant in sorted(tenants, key=lambda tenant: reached.get(tenant, _BEGINNING)):
+            start, more = reached.get(tenant, _BEGINNING), True
             # Past those that are kept, as far as it takes to find some that are not.
             for _ in range(_MOST_LOOKS):
                 if not more or gone >= max(1, limit // 2):

@@ -91,7 +91,9 @@ def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks
     """At most about `limit` rows; how many went."""
     gone, old, limit = 0, now_ms - keep_ms, min(limit, _MOST_ROWS)
     marks = {} if marks is None else marks
-    for (tenant,) in transaction.execute(_JOB_TENANTS).fetchall():
+    tenants = [tenant for (tenant,) in transaction.execute(_JOB_TENANTS).fetchall()]
+    # Who is furthest behind comes first: one that always has more would keep the others waiting for ever.
+    for tenant in sorted(tenants, key=lambda tenant: marks.get(tenant, (0, ""))):
         start = marks.get(tenant, (0, ""))
         for *job, created_at in transaction.execute(_OLD_JOBS, (tenant, old, limit - gone, *start)).fetchall():
             gone += sum(transaction.execute(statement, job).rowcount for statement in _DROP)
