@@ -7,6 +7,7 @@ are right, not how a replica set behaves.
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -63,7 +64,23 @@ def server(tmp_path: Path) -> Iterator[MongoServer]:
 
 
 @pytest.fixture
-async def client(server: MongoServer) -> AsyncIterator[AsyncMongoClient[Any]]:
+async def tidy_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyMongo (4.19) leaves a socket open if its client is closed while it connects."""
+    loop = asyncio.get_running_loop()
+    connect = loop.sock_connect
+
+    async def connect_or_close(sock: socket.socket, address: Any) -> None:
+        try:
+            await connect(sock, address)
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+
+    monkeypatch.setattr(loop, "sock_connect", connect_or_close)
+
+
+@pytest.fixture
+async def client(server: MongoServer, tidy_connects: None) -> AsyncIterator[AsyncMongoClient[Any]]:
     async with AsyncMongoClient[Any](server.url) as client:
         give_up_at = time.monotonic() + 20
         while True:
