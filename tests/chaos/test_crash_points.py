@@ -31,6 +31,7 @@ _TRIED: Final = {
     ("sqlite", "letters"): 2,
     ("sqlite", "people"): 2,
     ("sqlite", "office"): 2,
+    ("sqlite", "many"): 2,
     ("sqlite", "verbs"): 2,
     ("sqlite", "outbox"): 2,
     ("sqlite", "webhooks"): 2,
@@ -46,6 +47,7 @@ _TRIED: Final = {
     ("redis+postgres", "letters"): 2,
     ("redis+postgres", "people"): 2,
     ("redis+postgres", "office"): 2,
+    ("redis+postgres", "many"): 2,
     ("redis+postgres", "wipe"): 2,
     ("redis+postgres", "outbox"): 2,
     ("redis+postgres", "webhooks"): 2,
@@ -53,7 +55,7 @@ _TRIED: Final = {
 }
 #: Where a lost reply would cost most: tried in every run.
 _ALWAYS: Final = {
-    "sqlite": ("submit", "settle", "_conclude"),
+    "sqlite": ("submit", "settle", "_conclude", "abandon_replay"),
     "redis": ("submit", "settle", "claim", "adopt"),
     "redis+postgres": ("settle", "COMMIT after COPY job_events", "COMMIT after INSERT dlq_items"),
 }

@@ -357,12 +357,15 @@ async def test_an_abandoned_replay_leaves_the_letter_open(any_ledger: AnyLedger)
     people = any_ledger.people
     await bury(any_ledger)
     first = await people.begin_replay(None, "d", person="ann", reason="", payload=b"{}")
-    await people.abandon_replay(first)
+    await people.abandon_replay(first, person="ann", reason="the queue takes nothing")
     assert await status(any_ledger) == "open"
+    # Whoever has seen it as it was, and was told nothing, is told what became of it.
+    with pytest.raises(Conflict, match="meanwhile, and that was refused"):
+        await people.begin_replay(None, "d", person="bob", reason="", payload=None, expected=0)
     second = await people.begin_replay(None, "d", person="ann", reason="", payload=None)
     assert (second.number, second.payload) == (2, b'{"amount": 1}')
     await people.submitted([second])
-    await people.abandon_replay(second)
+    await people.abandon_replay(second, person="ann", reason="too late")
     assert await status(any_ledger) == "replayed"
 
 

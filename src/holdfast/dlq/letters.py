@@ -15,7 +15,6 @@ import msgspec
 from holdfast.core.codec import decode_json
 from holdfast.core.job import Envelope, Meta, Receipt, Replay
 from holdfast.core.person import Person, Right
-from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.dlq.difference import Change, difference
 from holdfast.dlq.many import DEFAULT_RATE, Progress, Report, Result, do_all, silent
 from holdfast.engine.port import Engine
@@ -30,7 +29,7 @@ from holdfast.errors import (
     UnknownJob,
     UsageError,
 )
-from holdfast.ledger.people import Action, LetterStatus, ReplayRow
+from holdfast.ledger.people import LetterStatus, ReplayRow
 from holdfast.people.scope import check_proven, check_reason, scope
 
 if TYPE_CHECKING:
@@ -179,7 +178,7 @@ class Letters:
         except IntakeRefused:
             return False
         except Conflict as exc:
-            await self._abandon(row.actor, row, exc)
+            await self._people.abandon_replay(row, person=row.actor, reason=str(exc))
             return False
         await self._people.submitted([row])
         return True
@@ -248,29 +247,11 @@ class Letters:
             raise
         except HoldfastError as exc:
             # Refused: by a guard, by a queue that takes nothing. Then nobody must hand it in later.
-            await self._abandon(person.name, row, exc)
+            await self._people.abandon_replay(row, person=person.name, reason=str(exc))
             raise
         await self._people.submitted([row])
         return Replayed(
             dlq_id=row.dlq_id, tenant_id=row.tenant_id, queue=row.queue, job_id=row.new_job_id, number=row.number
-        )
-
-    async def _abandon(self, actor: str, row: ReplayRow, why: HoldfastError) -> None:
-        await self._people.abandon_replay(row)
-        await self._people.record(
-            [
-                Action(
-                    type=f"{OPERATOR_PREFIX}dlq_replay_refused",
-                    actor=actor,
-                    tenant_id=row.tenant_id,
-                    target="dlq",
-                    target_id=row.dlq_id,
-                    queue=row.queue,
-                    reason=str(why),
-                    before={"status": LetterStatus.REPLAYED, "number": row.number},
-                    after={"status": LetterStatus.OPEN},
-                )
-            ]
         )
 
     async def _envelope(self, row: ReplayRow) -> Envelope:

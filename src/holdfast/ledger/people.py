@@ -199,9 +199,9 @@ class People(Protocol):
         """
         ...
 
-    async def abandon_replay(self, replay: ReplayRow) -> None:
-        """A reserved replay that will not be submitted (a guard denies it): the item is open again, and its number is
-        not used a second time. Nothing if it was submitted meanwhile."""
+    async def abandon_replay(self, replay: ReplayRow, *, person: str, reason: str) -> None:
+        """A reserved replay that will not be submitted (a guard denies it): the item is open again, its number is not
+        used a second time, and the log says why. Nothing if it was submitted meanwhile."""
         ...
 
     async def unsubmitted_replays(self, limit: int, after: ReplayRow | None = None) -> list[ReplayRow]:

@@ -284,7 +284,9 @@ class QueueTrigger:
 
     def _on_holding(self) -> None:
         if self._state is TriggerState.RUNNING:
-            self._beside(self._pause_adapter())
+            task = asyncio.create_task(self._try_to_pause_adapter())
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
     async def _pause_adapter(self) -> None:
         """Make the adapter as it should be; one at a time, and the last wish counts."""
@@ -295,14 +297,9 @@ class QueueTrigger:
             await (self._adapter.pause() if wanted else self._adapter.resume())
             self._adapter_paused = wanted
 
-    def _beside(self, work: Any) -> None:
-        task = asyncio.create_task(self._guarded(work))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _guarded(self, work: Any) -> None:
+    async def _try_to_pause_adapter(self) -> None:
         try:
-            await work
+            await self._pause_adapter()
         except Exception as exc:  # noqa: BLE001 - lines are shut anyway: it only saves prefetching
             _log.warning(
                 "trigger %s: the broker's client could not be paused: %s", self.config.name, type(exc).__name__

@@ -13,6 +13,7 @@ from typing import Final
 from tests.chaos.stories.arriving import Foreign, Triggered
 from tests.chaos.stories.jobs import Acting, Life, Pending, Poison
 from tests.chaos.stories.leaving import Publishing, Telling
+from tests.chaos.stories.many import Many
 from tests.chaos.stories.office import Minding
 from tests.chaos.stories.people import Deciding, Letters
 from tests.chaos.stories.recovery import Durable
@@ -31,6 +32,7 @@ STORIES: Final[dict[str, Story]] = {
         Letters(),
         Deciding(),
         Minding(),
+        Many(),
         Verbs(),
         Durable(),
         Publishing(),

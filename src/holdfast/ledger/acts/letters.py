@@ -61,7 +61,8 @@ def begin_replay(
     if not row["replay_pending"]:
         _must_be(row, LetterStatus.OPEN, LetterStatus.REPLAYED)
         if expected is not None and expected != row["replay_count"]:
-            raise Conflict(f"dead letter {dlq_id} has been replayed meanwhile as job {row['replayed_as']}; look again")
+            became = f"as job {row['replayed_as']}" if row["replayed_as"] else "and that was refused"
+            raise Conflict(f"dead letter {dlq_id} has been replayed meanwhile, {became}; look again")
         yield from _change(
             row,
             "operator.dlq_replay",
@@ -81,16 +82,14 @@ def begin_replay(
     return _replay(rows[0])
 
 
-def abandon_replay(replay: ReplayRow) -> Act[None]:
-    yield (
-        update(dlq_items)
-        .where(
-            dlq_items.c.tenant_id == replay.tenant_id,
-            dlq_items.c.dlq_id == replay.dlq_id,
-            dlq_items.c.replay_count == replay.number,
-            _PENDING,
-        )
-        .values(
+def abandon_replay(replay: ReplayRow, *, person: str, reason: str) -> Act[None]:
+    row = yield from _locked([replay.tenant_id], replay.dlq_id)
+    if row["replay_pending"] and row["replay_count"] == replay.number:
+        yield from _change(
+            row,
+            "operator.dlq_replay_refused",
+            person,
+            reason,
             status=LetterStatus.OPEN.value,
             requested_by=None,
             reason=None,
@@ -98,7 +97,6 @@ def abandon_replay(replay: ReplayRow) -> Act[None]:
             replay_payload=None,
             replay_pending=0,
         )
-    )
     return None
 
 
@@ -146,7 +144,7 @@ def _change(row: Row, verb: str, person: str, why: str, **values: Any) -> Genera
         .values(**values)
     )
     after = {"status": values["status"], "job_id": row["job_id"]}
-    if "replayed_as" in values:
+    if values.get("replayed_as"):
         after |= {
             "replayed_as": values["replayed_as"],
             "number": values["replay_count"],

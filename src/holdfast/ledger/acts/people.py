@@ -70,8 +70,8 @@ class SqlPeople(Acts, People):
         act = letters.begin_replay(tenants, dlq_id, person=person, reason=reason, payload=payload, expected=expected)
         return await self._run(act)
 
-    async def abandon_replay(self, replay: ReplayRow) -> None:
-        await self._run(letters.abandon_replay(replay))
+    async def abandon_replay(self, replay: ReplayRow, *, person: str, reason: str) -> None:
+        await self._run(letters.abandon_replay(replay, person=person, reason=reason))
 
     async def unsubmitted_replays(self, limit: int, after: ReplayRow | None = None) -> list[ReplayRow]:
         return await self._look(letters.unsubmitted(limit, after))
