@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from holdfast.errors import (
     IntakeRefused,
     InvalidOption,
     InvalidPayload,
+    LedgerUnavailable,
     PayloadTooLarge,
     Unknown,
 )
@@ -447,6 +449,47 @@ async def test_a_call_that_was_broken_off_is_just_repeated(world: World) -> None
     report = await letters.replay_many(ADA, EVERY, reason="")
     assert report.matched == report.done == 5
     assert len(await jobs_of(world)) == 12
+
+
+async def test_a_queue_that_takes_nothing_does_not_stop_the_others(world: World) -> None:
+    letters = office(world)
+    shut = await world.dead(3, queue="shut")
+    await world.dead(3)
+    await world.app.engine.set_control("shut", Control(intake_paused=True))
+    report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
+    assert (report.matched, report.done, report.failed) == (6, 3, 1)
+    assert "shut" in report.stopped
+    assert {result.id for result in report.results if not result.done} <= set(shut)
+
+
+async def test_a_queue_that_does_not_answer_does_not_stop_the_others(world: World) -> None:
+    class PartlyBroken(Broken):
+        async def submit(self, envelope: Envelope) -> Receipt:
+            if envelope.queue == "away":
+                raise EngineUnavailable("one node is dead")
+            return (await world.app.engine.submit([envelope]))[0]
+
+    away = await world.dead(3, queue="away")
+    await world.dead(3)
+    report = await office(world, PartlyBroken(world)).replay_many(ADA, EVERY, reason="", rate_per_s=20)
+    assert (report.matched, report.done, report.failed) == (6, 3, 1)
+    assert "one node is dead" in report.stopped
+    assert {result.id for result in report.results if not result.done} <= set(away)
+
+
+async def test_a_ledger_that_does_not_answer_stops_all(world: World) -> None:
+    letters = office(world)
+    await world.dead(3)
+    begun = 0
+
+    async def begin_replay(*_: Any, **__: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        raise LedgerUnavailable("the ledger is down")
+
+    letters._people = Mock(wraps=letters._people, begin_replay=begin_replay)
+    report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
+    assert (report.done, report.failed, report.stopped, begun) == (0, 1, "the ledger is down", 1)
 
 
 async def test_a_refusal_stops_the_rest(world: World) -> None:

@@ -318,7 +318,13 @@ class Letters:
             return Report(matched=matched, dry_run=True)
         walk = self._walk(chosen)
         return await do_all(
-            walk, act, lambda letter: letter.dlq_id, matched=matched, rate_per_s=rate_per_s, progress=progress
+            walk,
+            act,
+            lambda letter: letter.dlq_id,
+            lambda letter: letter.queue,
+            matched=matched,
+            rate_per_s=rate_per_s,
+            progress=progress,
         )
 
     async def _walk(self, chosen: LetterFilter) -> AsyncIterator[LetterRow]:

@@ -1,7 +1,7 @@
 """The same thing done to many: one after the other at a steady pace, each with its result.
 
 What one of them fails of hinders no other, unless it is a store that is down or a queue that takes nothing: then the
-rest is left as it is, and the same call goes on where this one stopped.
+rest, or the rest of that queue, is left as it is, and the same call goes on where this one stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from holdfast.errors import HoldfastError, IntakeRefused, InvalidOption, Unavailable
+from holdfast.errors import EngineUnavailable, HoldfastError, IntakeRefused, InvalidOption, Unavailable
 
 DEFAULT_RATE: Final = 50.0
 #: Done at once; a pace that is faster than one by one can be needs some.
@@ -64,6 +64,7 @@ async def do_all(
     items: AsyncIterator[T],
     act: Callable[[T], Awaitable[Result]],
     name: Callable[[T], str],
+    queue: Callable[[T], str | None],
     *,
     matched: int,
     rate_per_s: float = DEFAULT_RATE,
@@ -73,35 +74,47 @@ async def do_all(
     if not 0 < rate_per_s <= 1_000_000:
         raise InvalidOption(f"the rate must be more than 0 a second, got {rate_per_s:g}")
     results: list[Result] = []
-    stopped = ""
+    #: Why nothing more is tried, by queue.
+    shut: dict[str | None, str] = {}
+    down = ""
     size = max(1, min(_TOGETHER, int(rate_per_s / _TURNS_PER_S)))
     due = time.monotonic()
     batch: list[T] = []
 
-    async def turn() -> str:
-        nonlocal due
+    async def turn() -> None:
+        nonlocal due, down
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         due = max(due, time.monotonic() - 1.0) + len(batch) / rate_per_s
         ended = await asyncio.gather(*(_one(act, name, item) for item in batch))
-        for result, _ in ended:
+        for item, (result, exc) in zip(batch, ended, strict=True):
             results.append(result)
             progress(result)
+            if isinstance(exc, EngineUnavailable | IntakeRefused):
+                # Other queues may be on a part of the store that answers.
+                shut.setdefault(queue(item), str(exc))
+            elif isinstance(exc, Unavailable):
+                down = down or str(exc)
         batch.clear()
-        return next((why for _, why in ended if why), "")
 
     async for item in items:
-        batch.append(item)
-        if len(batch) >= size and (stopped := await turn()):
+        if queue(item) not in shut:
+            batch.append(item)
+        if len(batch) >= size:
+            await turn()
+        if down:
             break
-    if batch and not stopped:
-        stopped = await turn()
-    return Report(matched=matched, dry_run=False, results=results, stopped=stopped)
+    if batch and not down:
+        await turn()
+    return Report(
+        matched=matched, dry_run=False, results=results, stopped="; ".join(filter(None, [*shut.values(), down]))
+    )
 
 
-async def _one(act: Callable[[T], Awaitable[Result]], name: Callable[[T], str], item: T) -> tuple[Result, str]:
-    """Its result, and why nothing more should be tried, if so."""
+async def _one(
+    act: Callable[[T], Awaitable[Result]], name: Callable[[T], str], item: T
+) -> tuple[Result, HoldfastError | None]:
+    """Its result, and why it is none."""
     try:
-        return await act(item), ""
+        return await act(item), None
     except HoldfastError as exc:
-        result = Result(id=name(item), done=False, code=exc.code, message=str(exc))
-        return result, str(exc) if isinstance(exc, Unavailable | IntakeRefused) else ""
+        return Result(id=name(item), done=False, code=exc.code, message=str(exc)), exc

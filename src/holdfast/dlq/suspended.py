@@ -149,7 +149,13 @@ class Suspended:
             return Result(id=job.job_id, done=True)
 
         return await do_all(
-            _each(jobs), do, lambda job: job.job_id, matched=len(jobs), rate_per_s=rate_per_s, progress=progress
+            _each(jobs),
+            do,
+            lambda job: job.job_id,
+            lambda job: job.queue,
+            matched=len(jobs),
+            rate_per_s=rate_per_s,
+            progress=progress,
         )
 
     async def _chosen(self, person: Person, chosen: Sequence[str] | SuspendedFilter, *, look: bool) -> Sequence[_Named]:
