@@ -15,7 +15,7 @@ from holdfast.core.verdict import Answer
 from holdfast.engine.port import Engine
 from holdfast.engine.redis.client import Client, Purpose, translate
 from holdfast.engine.redis.cluster import ClusterClient, key_of, slot_of
-from holdfast.engine.redis.connection import Address
+from holdfast.engine.redis.connection import Address, Connection
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.redis.keys import Names
 from holdfast.engine.redis.url import Seeds, parse_url
@@ -270,7 +270,69 @@ async def test_nodes_that_send_a_command_in_circles_are_left(monkeypatch: pytest
     client.close()
 
 
-@pytest.mark.faults
+async def test_a_node_that_only_a_redirection_knows_of_is_closed_too(
+    monkeypatch: pytest.MonkeyPatch, cluster_url: str
+) -> None:
+    """In a fail-over, the node that is asked may not have heard yet who has the slots now."""
+    place = parse_url(cluster_url)
+    assert isinstance(place, Seeds)
+    client = ClusterClient(place, 1.0, 1.0)
+    learn = client._routes_from
+    truth: list[Client | None] = []
+
+    def all_are_of_the_first(rows: Any, asked: str) -> list[Client | None]:
+        truth[:] = learn(rows, asked)
+        return [truth[0]] * len(truth)
+
+    monkeypatch.setattr(client, "_routes_from", all_are_of_the_first)
+    opened = _remembered(monkeypatch)
+    await client.masters()
+    key = next(key for key in (b"%d" % number for number in range(1_000)) if truth[slot_of(key)] is not truth[0])
+    for _ in range(2):
+        assert await client.call(Purpose.OTHER, b"GET", key) is None
+    assert len(opened) >= 2
+    client.close()
+    assert not [connection for connection in opened if connection.usable]
+
+
+@pytest.mark.parametrize("url", ["redis_url", "sentinel_url", "cluster_url"])
+async def test_what_is_being_opened_is_closed_too(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, url: str
+) -> None:
+    engine = RedisEngine(request.getfixturevalue(url))
+    opened = _remembered(monkeypatch)
+    asking = asyncio.create_task(engine.incarnation("default"))
+    learning, told = asyncio.Event(), asyncio.Event()
+    learn = Connection.learn
+
+    async def slowly(connection: Connection) -> None:
+        learning.set()
+        await told.wait()
+        await learn(connection)
+
+    monkeypatch.setattr(Connection, "learn", slowly)
+    await learning.wait()
+    await engine.close()
+    told.set()
+    with pytest.raises(EngineUnavailable):
+        await asking
+    assert opened
+    assert not [connection for connection in opened if connection.usable]
+
+
+def _remembered(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """All connections that are opened from now on."""
+    opened: list[Connection] = []
+
+    def connection_made(connection: Connection, transport: asyncio.BaseTransport) -> None:
+        opened.append(connection)
+        made(connection, transport)
+
+    made = Connection.connection_made
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    return opened
+
+
 async def _ends(engine: Engine, queues: list[str]) -> dict[str, str]:
     entries = {queue: await engine.feed(queue, "", 1_000) for queue in queues}
     return {queue: found[-1].position if found else "" for queue, found in entries.items()}

@@ -121,6 +121,9 @@ class Client:
         #: For calls that block: at rest, and in use.
         self._spare: list[Connection] = []
         self._lent: set[Connection] = set()
+        #: Connections that are being opened.
+        self._pending = 0
+        self._closed = False
 
     async def connect(self, purpose: Purpose) -> Connection:
         """The purpose's connection, opened anew if it is not usable."""
@@ -130,13 +133,7 @@ class Client:
         async with self._opening.setdefault(purpose, asyncio.Lock()):
             connection = self._connections.get(purpose)
             if connection is None or not connection.usable:
-                connection = await self._open(Connection)
-                if purpose in _LEARNED:
-                    try:
-                        await self._learn(connection)
-                    except BaseException:
-                        connection.close()
-                        raise
+                connection = await self._open(Connection, learned=purpose in _LEARNED)
                 self._connections[purpose] = connection
             return connection
 
@@ -282,7 +279,7 @@ class Client:
     @property
     def idle(self) -> bool:
         """Whether no call is under way, and no connection is being opened for one."""
-        opening = any(lock.locked() for lock in self._opening.values())
+        opening = self._pending or any(lock.locked() for lock in self._opening.values())
         return not opening and not self._lent and not any(each.busy for each in self._connections.values())
 
     async def time_ms(self, key: bytes | None = None) -> int:
@@ -312,10 +309,36 @@ class Client:
         self._spare.clear()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, also those that are being opened, and open none before `reopen`."""
+        self._closed = True
         self.drop_all()
 
-    async def _open(self, kind: type[Connection]) -> Connection:
+    def reopen(self) -> None:
+        """As new."""
+        self._closed = False
+
+    async def _open(self, kind: type[Connection], *, learned: bool = False) -> Connection:
+        self._must_be_open()
+        self._pending += 1
+        try:
+            connection = await self._reach(kind)
+            try:
+                if learned:
+                    await self._learn(connection)
+                self._must_be_open()
+            except BaseException:
+                connection.close()
+                raise
+        finally:
+            self._pending -= 1
+        return connection
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise Unreachable("the engine is closed")
+
+    async def _reach(self, kind: type[Connection]) -> Connection:
+        """A connection to the server, wherever that is."""
         return await self._connect(kind, self.address)
 
     async def _learn(self, connection: Connection) -> None:

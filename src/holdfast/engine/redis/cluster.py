@@ -137,6 +137,13 @@ class ClusterClient(Client):
         for node in self._nodes.values():
             node.drop_all()
 
+    def close(self) -> None:
+        self._closed = True
+        for node in self._nodes.values():
+            node.close()
+        self._nodes.clear()
+        self._routes = _UNKNOWN
+
     async def _follow(
         self, slot: int, send: Callable[[Client], Awaitable[Any]], ask: Callable[[Client], Awaitable[Any]]
     ) -> Any:
@@ -146,9 +153,11 @@ class ClusterClient(Client):
             try:
                 return await way(node)
             except Redirected as exc:
-                node, way = self._node(*self._place(node, exc)), ask if exc.asks else send
-                if not exc.asks:
-                    await self._moved(slot, node)
+                place = self._place(node, exc)
+                if exc.asks:
+                    node, way = self._node(*place), ask
+                else:
+                    node, way = await self._moved(slot, place), send
             except ScriptError:
                 raise
             except EngineUnavailable:
@@ -181,12 +190,14 @@ class ClusterClient(Client):
             raise EngineUnavailable("no node of the Redis Cluster has the queue's slot; is a master down?")
         return node
 
-    async def _moved(self, slot: int, node: Client) -> None:
+    async def _moved(self, slot: int, place: tuple[str, int]) -> Client:
         """One slot has moved, others may have: learn again. Whoever said so knows better than what is learned."""
-        if self._routes[slot] is not node:
+        if self._routes[slot] is not self._node(*place):
             self._routes = _UNKNOWN
             await self._learn_routes()
-            self._routes = [*self._routes[:slot], node, *self._routes[slot + 1 :]]
+            # Who was asked may know of no slots of the node, which is forgotten then.
+            self._routes = [*self._routes[:slot], self._node(*place), *self._routes[slot + 1 :]]
+        return self._node(*place)
 
     async def _learn_routes(self) -> None:
         """Who has which slot, from the first node that answers."""
@@ -234,6 +245,7 @@ class ClusterClient(Client):
     def _node(self, host: str, port: int) -> Client:
         node = self._nodes.get((host, port))
         if node is None:
+            self._must_be_open()
             address = replace(self._seeds[0], host=host, port=port)
             timeouts = self._connect_timeout_s, self._reply_timeout_s
             node = self._nodes[host, port] = Client(address, *timeouts, unblocks=True)

@@ -116,6 +116,7 @@ class RedisEngine(Engine):
     # Life ------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
+        self._store.client.reopen()
         await self._store.prepare()
 
     async def close(self) -> None:

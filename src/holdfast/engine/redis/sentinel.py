@@ -31,7 +31,7 @@ class SentinelClient(Client):
         super().__init__(sentinels.master, connect_timeout_s, reply_timeout_s)
         self._sentinels = sentinels
 
-    async def _open(self, kind: type[Connection]) -> Connection:
+    async def _reach(self, kind: type[Connection]) -> Connection:
         failures: list[str] = []
         for host, port in await self._candidates(failures):
             address = replace(self._sentinels.master, host=host, port=port)
