@@ -124,7 +124,8 @@ async def _end(tasks: list[asyncio.Task[Any]] | None) -> None:
     while left := [task for task in tasks or asyncio.all_tasks() if task is not this and not task.done()]:
         for task in left:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        _, stuck = await asyncio.wait(left, timeout=_STUCK_S)
+        assert not stuck, f"cancelled, and not ended: {stuck}"
 
 
 async def _play(seam: Seam, process: Process, story: Story, world: World) -> None:

@@ -24,6 +24,7 @@ from holdfast.engine.sqlite.writer import Subscriber, Writer
 from holdfast.engine.sqlite.writers import acquire, release
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.news import Turn, WaitingRoom
+from holdfast.ledger.sqlite.reading import connect
 
 T = TypeVar("T")
 
@@ -130,7 +131,7 @@ class SqliteStore:
                 URL.create(
                     "sqlite+aiosqlite", database=f"file:{quote(str(self.path))}", query={"mode": "rw", "uri": "true"}
                 ),
-                connect_args={"timeout": BUSY_TIMEOUT_MS / 1000},
+                connect_args={"timeout": BUSY_TIMEOUT_MS / 1000, "async_creator_fn": connect},
                 pool_size=_KEPT_READERS,
                 max_overflow=_MORE_READERS,
             )
