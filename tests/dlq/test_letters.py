@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
-from unittest.mock import Mock
 
 import msgspec
 import pytest
 
-from holdfast import Holdfast
-from holdfast.core.job import Envelope, Receipt
 from holdfast.core.person import Role
 from holdfast.core.states import State
 from holdfast.dlq.difference import Change
-from holdfast.dlq.letters import Letters
-from holdfast.dlq.many import Result
 from holdfast.engine.port import Control
 from holdfast.errors import (
     Conflict,
@@ -25,7 +20,6 @@ from holdfast.errors import (
     IntakeRefused,
     InvalidOption,
     InvalidPayload,
-    LedgerUnavailable,
     PayloadTooLarge,
     Unknown,
 )
@@ -33,38 +27,8 @@ from holdfast.guard import decision
 from holdfast.ledger.letters import LetterFilter
 from holdfast.ledger.people import LetterStatus
 from holdfast.upkeep.replays import Replays
-from tests.people.world import ADA, APPROVER, BOB, LOCAL, OF_ACME, OF_GLOBEX, VIEWER, World, person
-
-EVERY = LetterFilter()
-
-
-class Broken:
-    """A desk that dies before or after the engine has the job."""
-
-    def __init__(self, world: World, *, after: bool = False) -> None:
-        self._world = world
-        self._after = after
-
-    async def submit(self, envelope: Envelope) -> Receipt:
-        if self._after:
-            await self._world.app.engine.submit([envelope])
-        raise EngineUnavailable("the line went dead")
-
-
-def office(world: World, desk: Any = None) -> Letters:
-    ledger = world.app.ledger_port
-    assert ledger is not None
-    return Letters(world.app.engine, ledger, desk) if desk else world.offices.letters
-
-
-async def status(world: World, dlq_id: str) -> LetterStatus:
-    return (await office(world).show(ADA, dlq_id)).status
-
-
-async def jobs_of(world: World) -> set[str]:
-    await world.caught_up()
-    return {row.job_id for row in (await world.app.ledger.queries.jobs(limit=1_000)).jobs}
-
+from tests.dlq.support import EVERY, Broken, jobs_of, office, status
+from tests.people.world import ADA, APPROVER, BOB, LOCAL, OF_ACME, VIEWER, World, person
 
 # Looking -------------------------------------------------------------------------------------------
 
@@ -389,125 +353,6 @@ async def test_guards_see_a_replay_as_any_submission(world: World) -> None:
     assert await status(world, dlq_id) is LetterStatus.REPLAYED
 
 
-# Many ----------------------------------------------------------------------------------------------
-
-
-async def test_a_filter_is_counted_first_and_replayed_at_a_pace(world: World) -> None:
-    letters = office(world)
-    await world.dead(5)
-    await world.dead(2, tenant_id="acme")
-    wanted = LetterFilter(tenants=("default",))
-    dry = await letters.replay_many(ADA, wanted, reason="", dry_run=True)
-    assert (dry.matched, dry.dry_run, dry.results) == (5, True, [])
-    assert len(await jobs_of(world)) == 7
-    world.broken = False
-    told: list[Result] = []
-    began = asyncio.get_running_loop().time()
-    report = await letters.replay_many(ADA, wanted, reason="outage", rate_per_s=20, progress=told.append)
-    # Five at twenty a second: the first at once, the fifth after 0.2 s.
-    assert asyncio.get_running_loop().time() - began >= 0.19
-    assert (report.matched, report.done, report.failed, report.stopped) == (5, 5, 0, "")
-    assert told == report.results
-    await world.run()
-    assert {(await world.view(result.job_id)).state for result in report.results} == {State.SUCCEEDED}
-    again = await letters.replay_many(ADA, EVERY, reason="outage")
-    assert again.matched == 2
-    assert (await letters.replay_many(ADA, EVERY, reason="")).matched == 0
-
-
-async def test_one_that_cannot_be_replayed_hinders_no_other(world: World) -> None:
-    letters = office(world)
-    good = await world.dead(2)
-    view = await world.app.submit_raw("charge", b'{"amount": 5}')
-    await world.run()
-    stranger = Holdfast(settings=world.app.settings)
-
-    @stranger.task(name="charge")
-    async def other(amount: str) -> None: ...
-
-    # Whoever knows the task knows that 5 is no text; of the others too.
-    ledger = world.app.ledger_port
-    assert ledger is not None
-    picky = Letters(world.app.engine, ledger, plans=stranger.plans)
-    report = await picky.replay_many(ADA, EVERY, reason="")
-    assert (report.matched, report.done, report.failed) == (3, 0, 3)
-    assert {result.code for result in report.results} == {"INVALID_PAYLOAD"}
-    assert (await letters.replay_many(ADA, EVERY, reason="")).done == 3
-    assert len(good) == 2
-    assert view.id
-
-
-async def test_a_call_that_was_broken_off_is_just_repeated(world: World) -> None:
-    letters = office(world)
-    await world.dead(6)
-
-    def stop(_: Result) -> None:
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20, progress=stop)
-    report = await letters.replay_many(ADA, EVERY, reason="")
-    assert report.matched == report.done == 5
-    assert len(await jobs_of(world)) == 12
-
-
-async def test_a_queue_that_takes_nothing_does_not_stop_the_others(world: World) -> None:
-    letters = office(world)
-    shut = await world.dead(3, queue="shut")
-    await world.dead(3)
-    await world.app.engine.set_control("shut", Control(intake_paused=True))
-    report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
-    assert (report.matched, report.done, report.failed) == (6, 3, 1)
-    assert "shut" in report.stopped
-    assert {result.id for result in report.results if not result.done} <= set(shut)
-
-
-async def test_a_queue_that_does_not_answer_does_not_stop_the_others(world: World) -> None:
-    class PartlyBroken(Broken):
-        async def submit(self, envelope: Envelope) -> Receipt:
-            if envelope.queue == "away":
-                raise EngineUnavailable("one node is dead")
-            return (await world.app.engine.submit([envelope]))[0]
-
-    away = await world.dead(3, queue="away")
-    await world.dead(3)
-    report = await office(world, PartlyBroken(world)).replay_many(ADA, EVERY, reason="", rate_per_s=20)
-    assert (report.matched, report.done, report.failed) == (6, 3, 1)
-    assert "one node is dead" in report.stopped
-    assert {result.id for result in report.results if not result.done} <= set(away)
-
-
-async def test_a_ledger_that_does_not_answer_stops_all(world: World) -> None:
-    letters = office(world)
-    await world.dead(3)
-    begun = 0
-
-    async def begin_replay(*_: Any, **__: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        raise LedgerUnavailable("the ledger is down")
-
-    letters._people = Mock(wraps=letters._people, begin_replay=begin_replay)
-    report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
-    assert (report.done, report.failed, report.stopped, begun) == (0, 1, "the ledger is down", 1)
-
-
-async def test_a_refusal_stops_the_rest(world: World) -> None:
-    letters = office(world)
-    await world.dead(4)
-    await world.app.engine.set_control("default", Control(intake_paused=True))
-    report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
-    assert (report.matched, report.done, report.failed) == (4, 0, 1)
-    assert "paused" in report.stopped
-    await world.app.engine.set_control("default", Control())
-    assert (await letters.replay_many(ADA, EVERY, reason="")).done == 4
-
-
-async def test_a_rate_must_be_one(world: World) -> None:
-    with pytest.raises(InvalidOption):
-        await office(world).replay_many(ADA, EVERY, reason="", rate_per_s=0)
-
-
 # Away with it --------------------------------------------------------------------------------------
 
 
@@ -553,20 +398,3 @@ async def test_nobody_whom_no_token_proves_discards(world: World) -> None:
     await letters.keep(LOCAL, dlq_id, "wait")
     assert await status(world, dlq_id) is LetterStatus.OPEN
     await letters.replay(LOCAL, dlq_id, reason="")
-
-
-async def test_many_are_thrown_away_by_two_people(world: World) -> None:
-    letters = office(world)
-    await world.dead(3)
-    await world.dead(1, tenant_id="globex")
-    wanted = LetterFilter(tenants=("default",))
-    assert (await letters.discard_many(ADA, wanted, reason="old", dry_run=True)).matched == 3
-    assert (await letters.discard_many(ADA, wanted, reason="old")).done == 3
-    same = await letters.confirm_many(ADA, EVERY)
-    assert (same.done, same.failed) == (0, 3)
-    assert {result.code for result in same.results} == {"FORBIDDEN"}
-    assert (await letters.confirm_many(OF_GLOBEX, EVERY)).matched == 0
-    assert (await letters.confirm_many(BOB, EVERY, dry_run=True)).matched == 3
-    assert (await letters.confirm_many(BOB, EVERY)).done == 3
-    assert await letters.count(ADA, LetterFilter(statuses=frozenset({LetterStatus.DISCARDED}))) == 3
-    assert await letters.count(ADA, LetterFilter(statuses=frozenset({LetterStatus.OPEN}))) == 1

@@ -1,0 +1,44 @@
+"""Who looks after dead letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.core.job import Envelope, Receipt
+from holdfast.dlq.letters import Letters
+from holdfast.errors import (
+    EngineUnavailable,
+)
+from holdfast.ledger.letters import LetterFilter
+from holdfast.ledger.people import LetterStatus
+from tests.people.world import ADA, World
+
+EVERY = LetterFilter()
+
+
+class Broken:
+    """A desk that dies before or after the engine has the job."""
+
+    def __init__(self, world: World, *, after: bool = False) -> None:
+        self._world = world
+        self._after = after
+
+    async def submit(self, envelope: Envelope) -> Receipt:
+        if self._after:
+            await self._world.app.engine.submit([envelope])
+        raise EngineUnavailable("the line went dead")
+
+
+def office(world: World, desk: Any = None) -> Letters:
+    ledger = world.app.ledger_port
+    assert ledger is not None
+    return Letters(world.app.engine, ledger, desk) if desk else world.offices.letters
+
+
+async def status(world: World, dlq_id: str) -> LetterStatus:
+    return (await office(world).show(ADA, dlq_id)).status
+
+
+async def jobs_of(world: World) -> set[str]:
+    await world.caught_up()
+    return {row.job_id for row in (await world.app.ledger.queries.jobs(limit=1_000)).jobs}
