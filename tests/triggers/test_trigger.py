@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
@@ -377,6 +378,18 @@ async def test_pause_keeps_the_consumer_and_hands_nothing_over() -> None:
         await rig.off(1)
     assert rig.adapter.pauses == ["pause", "resume"]
     assert runtime.messages == [1]
+
+
+async def test_a_pause_that_is_given_up_before_it_begins_leaves_nothing() -> None:
+    # Else the interpreter warns of a coroutine that nobody has awaited.
+    rig = Rig(Recorder())
+    async with rig.trigger:
+        rig.trigger._on_holding()
+        (pausing,) = rig.trigger._background
+        pausing.cancel()
+        await asyncio.gather(pausing, return_exceptions=True)
+        gc.collect()
+    assert rig.adapter.pauses == []
 
 
 async def test_what_is_in_hand_when_paused_waits() -> None:

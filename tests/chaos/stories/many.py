@@ -7,8 +7,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
 
-from sqlalchemy import func, select
-
 from holdfast import Context, Fatal, Holdfast
 from holdfast.core.states import State
 from holdfast.errors import Conflict, IntakeRefused, TransitionInvalid, Unavailable
@@ -16,12 +14,21 @@ from holdfast.ledger.deeds import LogFilter
 from holdfast.ledger.letters import LetterFilter
 from holdfast.ledger.listing import JobFilter
 from holdfast.ledger.people import LetterStatus
-from holdfast.ledger.schema import alerts
-from holdfast.upkeep.alarm import Alarm
-from holdfast.upkeep.loop import Queues
 from tests.chaos.process import Process, again
 from tests.chaos.stories.people import ANN, BOB, letter_of
-from tests.chaos.stories.story import QUEUE, Step, Story, World, hand_in, keep, later, state_of, work
+from tests.chaos.stories.story import (
+    QUEUE,
+    Step,
+    Story,
+    World,
+    check_alerts,
+    hand_in,
+    keep,
+    later,
+    state_of,
+    watch,
+    work,
+)
 
 _MENDED = LetterFilter(job_type="mended")
 _USELESS = LetterFilter(job_type="useless")
@@ -54,10 +61,6 @@ class Many(Story):
             await hand_in(process, world, key.partition("-")[0], key)
         for key in (*self.aside, "early"):
             await hand_in(process, world, "plain", key, delay=90)
-
-    async def watch(self, process: Process, world: World) -> None:
-        alarm = Alarm(process.engine, Queues(process.engine, [QUEUE]), process.app.settings, process.ledger)
-        await again(alarm.look)
 
     async def shut(self, process: Process, world: World) -> None:
         await self._control(process, intake_paused=True)
@@ -121,7 +124,7 @@ class Many(Story):
     def steps(self) -> Sequence[Step]:
         return (
             self.submit,
-            self.watch,
+            watch,
             work,
             work,
             work,
@@ -146,7 +149,7 @@ class Many(Story):
             work,
             work,
             keep,
-            self.watch,
+            watch,
         )
 
     async def check(self, process: Process, world: World) -> None:
@@ -164,6 +167,4 @@ class Many(Story):
         assert sorted(job.state for job in jobs.jobs) == [State.FAILED, State.FAILED, State.SUCCEEDED, State.SUCCEEDED]
         refused = LogFilter(types=frozenset({"operator.dlq_replay_refused"}))
         assert len((await process.offices.operating.log(ANN, refused)).lines) == 1, "a refusal is told once"
-        await self.watch(process, world)
-        async with process.ledger.queries.snapshot() as snapshot:
-            assert not await snapshot.scalar(select(func.count()).select_from(alerts)), "an alert stands"
+        await check_alerts(process, world)

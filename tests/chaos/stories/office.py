@@ -8,21 +8,27 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
-from sqlalchemy import func, select
-
 from holdfast import AskPeople, Context, Fatal, Holdfast
 from holdfast.chaos.people import settle_doubt
 from holdfast.core.person import ALL_TENANTS, Role
 from holdfast.core.states import State
 from holdfast.errors import Conflict, TransitionInvalid
 from holdfast.ledger.people import LetterStatus
-from holdfast.ledger.schema import alerts
 from holdfast.ledger.trigger_book import Presence
-from holdfast.upkeep.alarm import Alarm
-from holdfast.upkeep.loop import Queues
 from tests.chaos.process import Process, again
 from tests.chaos.stories.people import ANN, BOB, letter_of
-from tests.chaos.stories.story import QUEUE, Step, Story, World, hand_in, keep, later, state_of, work
+from tests.chaos.stories.story import (
+    Step,
+    Story,
+    World,
+    check_alerts,
+    hand_in,
+    keep,
+    later,
+    state_of,
+    watch,
+    work,
+)
 
 _TENANT = "default"
 
@@ -61,10 +67,6 @@ class Minding(Story):
     async def submit(self, process: Process, world: World) -> None:
         for task in ("doubtful", "doomed", "patient", "asked"):
             await hand_in(process, world, task, task)
-
-    async def watch(self, process: Process, world: World) -> None:
-        alarm = Alarm(process.engine, Queues(process.engine, [QUEUE]), process.app.settings, process.ledger)
-        await again(alarm.look)
 
     async def look_outside(self, process: Process, world: World) -> None:
         """A person settles the doubt, once there is one."""
@@ -106,7 +108,7 @@ class Minding(Story):
     def steps(self) -> Sequence[Step]:
         return (
             self.submit,
-            self.watch,
+            watch,
             work,
             keep,
             keep,
@@ -119,7 +121,7 @@ class Minding(Story):
             keep,
             work,
             keep,
-            self.watch,
+            watch,
             self.forget,
         )
 
@@ -127,8 +129,6 @@ class Minding(Story):
         await self.look_outside(process, world)
 
     async def check(self, process: Process, world: World) -> None:
-        # As it is done every two seconds.
-        await self.watch(process, world)
         assert world.acted["once"] == 1
         ends = {key: await state_of(process, world, key) for key in world.accepted}
         assert ends == {
@@ -142,5 +142,4 @@ class Minding(Story):
         assert token is not None
         assert token.revoked_at is not None
         assert not await process.ledger.triggers.pauses()
-        async with process.ledger.queries.snapshot() as snapshot:
-            assert not await snapshot.scalar(select(func.count()).select_from(alerts)), "an alert stands"
+        await check_alerts(process, world)

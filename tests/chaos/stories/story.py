@@ -6,9 +6,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
+from sqlalchemy import func, select
+
 from holdfast import Holdfast, Job
 from holdfast.core.job import JobView
 from holdfast.core.states import State
+from holdfast.ledger.schema import alerts
+from holdfast.upkeep.alarm import Alarm
+from holdfast.upkeep.loop import Queues
 from holdfast.worker.plan import Plan
 from tests.chaos.places import Place
 from tests.chaos.process import Process, again
@@ -97,6 +102,19 @@ async def keep(process: Process, world: World) -> None:
 async def later(process: Process, world: World) -> None:
     """Longer than a lease and any retry."""
     await process.place.advance(31_000)
+
+
+async def watch(process: Process, world: World) -> None:
+    """A look at the backlog, as is taken every two seconds."""
+    alarm = Alarm(process.engine, Queues(process.engine, [QUEUE]), process.app.settings, process.ledger)
+    await again(alarm.look)
+
+
+async def check_alerts(process: Process, world: World) -> None:
+    """None stands when everything has ended."""
+    await watch(process, world)
+    async with process.ledger.queries.snapshot() as snapshot:
+        assert not await snapshot.scalar(select(func.count()).select_from(alerts)), "an alert stands"
 
 
 async def view_of(process: Process, world: World, key: str) -> JobView:
