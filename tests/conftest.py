@@ -21,6 +21,7 @@ from tests.brokers.rabbitmq_server import make_rabbitmq as make_rabbitmq
 from tests.brokers.rabbitmq_server import rabbitmq_server as rabbitmq_server
 from tests.brokers.sqs_server import sqs_server as sqs_server
 from tests.databases import Databases
+from tests.environment import normalise
 from tests.servers import find_server
 from tools.servers import POSTGRES, REDIS, REDIS_60, REDIS_62, Server
 
@@ -254,6 +255,11 @@ def engine_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'holdfast.db'}"
     url: str = request.getfixturevalue("redis_url")
     return url
+
+
+def pytest_configure() -> None:
+    """Before anything is collected: modules of tests read the environment, and every child process inherits it."""
+    normalise()
 
 
 def pytest_collection_finish() -> None:

@@ -31,6 +31,7 @@ from holdfast.engine.redis.settling import Settling
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.postgres.store import StoreOptions
 from tests.cli.harness import environment
+from tests.processes import ProcessId, children
 from tests.servers import find_server
 from tests.worker.support import working
 from tools.servers import REDIS
@@ -397,7 +398,7 @@ async def test_an_interrupted_run_removes_everything(
     assert b"interrupted" in errors
     assert await keys(durable_redis) == set()
     assert await tables(postgres_url) == before
-    assert not any(map(is_alive, ours))
+    assert not any(child.is_running() for child in ours)
 
 
 def test_a_paused_worker_process_does_not_outlive_a_killed_check(tmp_path: Path) -> None:
@@ -411,7 +412,8 @@ def test_a_paused_worker_process_does_not_outlive_a_killed_check(tmp_path: Path)
         "child.stdin.flush()\n"
         "assert child.stdout.readline() == b'ready\\n'\n"
         "os.kill(child.pid, signal.SIGSTOP)\n"
-        "print(child.pid, flush=True)\n"
+        "started_at = open(f'/proc/{child.pid}/stat').read().rpartition(')')[2].split()[19]\n"
+        "print(child.pid, started_at, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     shell = environment(Path("/nonexistent"))
@@ -420,18 +422,9 @@ def test_a_paused_worker_process_does_not_outlive_a_killed_check(tmp_path: Path)
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     deadline = time.monotonic() + 10
-    while is_alive(pid := int(done.stdout)):
+    child = ProcessId.parse(done.stdout)
+    while child.is_running():
         if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(child.pid, signal.SIGKILL)
             raise AssertionError("it is still there")
         time.sleep(0.02)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    """Ended processes whose parent has not looked yet are not."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

@@ -25,6 +25,7 @@ from holdfast.chaos.model import Fault, Kind
 from holdfast.chaos.parts import Part, Program
 from holdfast.chaos.servers import ServerProcess
 from tests.faults.support import eventually
+from tests.processes import ProcessId
 
 pytestmark = [
     pytest.mark.faults,
@@ -80,10 +81,6 @@ def state(process: ServerProcess) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def lives(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
 async def set_works(deployment: Deployment) -> bool:
     async with redis_of(deployment) as redis:
         try:
@@ -120,12 +117,12 @@ async def test_they_are_other_processes_afterwards(
     deployment: Deployment, kind: Kind, targets: tuple[str, ...]
 ) -> None:
     processes = [deployment.parts[target].process for target in targets]
-    before = [process.pid for process in processes]
+    before = [ProcessId.of(process.pid) for process in processes]
     assert set(await asyncio.gather(*(hurt(deployment, kind, target) for target in targets))) == {""}
     for process, old in zip(processes, before, strict=True):
-        assert process.pid != old
+        assert ProcessId.of(process.pid) != old
         assert process.answers()
-        assert not lives(old)
+        assert not old.is_running()
 
 
 @pytest.mark.parametrize("target", ["worker-2", "redis", "postgres"])

@@ -13,6 +13,7 @@ import pytest
 from holdfast import State
 from holdfast.core.job import EMPTY_META, Event, JobView
 from tests.cli.harness import EXAMPLES, SOURCE, environment, eventually
+from tests.processes import children
 
 
 @pytest.mark.slow
@@ -33,10 +34,6 @@ def test_the_demo_ends_well(tmp_path: Path) -> None:
     assert "WRONG" not in done.stdout
 
 
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in Linux's /proc")
@@ -50,7 +47,7 @@ def test_a_demo_that_is_ended_early_takes_its_workers_along(tmp_path: Path) -> N
     finally:
         demo.kill()
         demo.wait()
-    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
+    assert [worker for worker in workers if worker.is_running()] == []
 
 
 def event(kind: str, at_ms: int = 10) -> Event:

@@ -1,6 +1,7 @@
 """Random histories against the model, on every engine.
 
-The same examples in every run. `HOLDFAST_MODEL_EXAMPLES=20000` looks for new ones, and prints how to repeat a failure.
+The same examples in every run. `HOLDFAST_TEST_MODEL_EXAMPLES=20000` looks for new ones, and prints how to repeat a
+failure.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast.engine.port import Engine, RetryVia
 from holdfast.testing.machine import OPTIONS, World, engine_machine
 from tests.harness import RedisHarness, SqliteHarness
 
-EXAMPLES: Final = int(os.environ.get("HOLDFAST_MODEL_EXAMPLES", "1000"))
+EXAMPLES: Final = int(os.environ.get("HOLDFAST_TEST_MODEL_EXAMPLES", "1000"))
 STEPS: Final = 40
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class EngineWorld(World):
 
 
 def explore(harness: SqliteHarness | RedisHarness, examples: int) -> None:
-    searching = "HOLDFAST_MODEL_EXAMPLES" in os.environ
+    searching = "HOLDFAST_TEST_MODEL_EXAMPLES" in os.environ
     with asyncio.Runner() as runner:
         try:
             run_state_machine_as_test(

@@ -203,7 +203,8 @@ async def test_a_verdict_that_comes_after_the_lease_is_refused(link: Link, heir_
     late, _ = link.site.make_app(link.proxy.url, **short)
     heir, _ = link.site.make_app(**short)
     gate = link.site.gate()
-    async with heir, working(late) as worker:
+    # Without upkeep the late worker reclaims nothing: the heir's own lease, which no one renews, stays the heir's.
+    async with heir, working(late, upkeep=False) as worker:
         job = await link.site.tasks.hold.submit(str(gate))
         await link.site.is_running(job.id)
         link.proxy.arm("settle", "part")

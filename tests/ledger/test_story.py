@@ -21,7 +21,7 @@ from holdfast.testing.machine import EngineMachine
 from tests.contract.test_engine_model import EngineWorld
 from tests.harness import RedisHarness, SqliteHarness
 
-EXAMPLES: Final = int(os.environ.get("HOLDFAST_STORY_EXAMPLES", "25"))
+EXAMPLES: Final = int(os.environ.get("HOLDFAST_TEST_STORY_EXAMPLES", "25"))
 
 #: States in which the failure says why the job is there.
 _TELLING: Final = (State.RETRYING, State.DLQ_PENDING)

@@ -6,13 +6,22 @@ import asyncio
 import ctypes
 import os
 import time
+from pathlib import Path
 
 from holdfast import Context, Fatal, Holdfast, Retry
+from tests.processes import ProcessId
 
 app = Holdfast("sqlite://")
 
 NO_RETRY = Retry(max_retries=0)
 AT_ONCE = Retry(max_retries=1, base=0, jitter=None)
+
+
+def _write_note(note: str) -> None:
+    """Which process runs this. At once as a whole: the test reads it as soon as it is there."""
+    draft = Path(f"{note}.draft")
+    draft.write_text(str(ProcessId.of(os.getpid())))
+    draft.rename(note)
 
 
 @app.task(process=True)
@@ -26,10 +35,18 @@ async def nap(seconds: float) -> int:
     return os.getpid()
 
 
+@app.task(process=True)
+def meet(folder: str, others: int) -> int:
+    """Returns once as many runs are in this folder at the same time."""
+    Path(folder, str(os.getpid())).touch()
+    while len(os.listdir(folder)) < others:
+        time.sleep(0.01)
+    return os.getpid()
+
+
 @app.task(process=True, timeout=0.5, retry=NO_RETRY)
 def hang(note: str) -> None:
-    with open(note, "w") as file:
-        file.write(str(os.getpid()))
+    _write_note(note)
     while True:
         time.sleep(0.05)
 
@@ -37,15 +54,13 @@ def hang(note: str) -> None:
 @app.task(process=True, timeout=0.5, retry=NO_RETRY)
 def hold_everything(note: str) -> None:
     """As native code does that never lets go of the interpreter: no other thread of the child runs."""
-    with open(note, "w") as file:
-        file.write(str(os.getpid()))
+    _write_note(note)
     ctypes.PyDLL(None).sleep(60)
 
 
 @app.task(process=True, retry=NO_RETRY)
 def wait_for_end(note: str) -> None:
-    with open(note, "w") as file:
-        file.write(str(os.getpid()))
+    _write_note(note)
     time.sleep(60)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from holdfast import Holdfast, State, Worker
 from holdfast.errors import InvalidOption
+from tests.processes import ProcessId
 from tests.worker import process_tasks as tasks
 from tests.worker.support import eventually, working
 
@@ -26,15 +27,6 @@ async def app(url: str) -> AsyncIterator[Holdfast]:
     tasks.app.configure(url=url, heartbeat_interval_s=0.1, reclaim_interval_s=0.1)
     async with tasks.app:
         yield tasks.app
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # A zombie that has not been waited for answers too.
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text() if Path("/proc").exists() else True
 
 
 async def failure(app: Holdfast, job: Any) -> tuple[State, str, str]:
@@ -48,17 +40,18 @@ async def test_jobs_run_in_children_that_are_used_again(app: Holdfast) -> None:
     async with working(app):
         first = await tasks.pid.submit("ä")
         pid, word, job_id = await first.result(20)
+        child = ProcessId.of(pid)
         assert (word, job_id) == ("ä", first.id)
         assert pid != os.getpid()
         assert (await (await tasks.pid.submit("b")).result(20))[0] == pid
         assert await (await tasks.nap.submit(0)).result(20) == pid
         assert await (await tasks.big.submit(500_000)).result(20) == "x" * 500_000
-    await eventually(lambda: not alive(pid), "the child to end with its worker")
+    await eventually(lambda: not child.is_running(), "the child to end with its worker")
 
 
-async def test_children_run_side_by_side(app: Holdfast) -> None:
+async def test_children_run_side_by_side(app: Holdfast, tmp_path: Path) -> None:
     async with working(app):
-        jobs = [await tasks.nap.submit(0.2) for _ in range(3)]
+        jobs = [await tasks.meet.submit(str(tmp_path), 3) for _ in range(3)]
         assert len({await job.result(20) for job in jobs}) == 3
 
 
@@ -68,19 +61,21 @@ async def test_a_child_is_killed_when_its_time_is_up(app: Holdfast, tmp_path: Pa
     async with working(app) as worker:
         state, code, _ = await failure(app, await task.submit(str(note)))
         assert (state, code) == (State.FAILED, "TASK_TIMEOUT")
-        assert not alive(int(note.read_text()))
+        child = ProcessId.parse(note.read_text())
+        assert not child.is_running()
         await eventually(lambda: worker.running == 0)
-        assert (await (await tasks.pid.submit("x")).result(20))[0] != int(note.read_text())
+        await (await tasks.pid.submit("x")).result(20)
+        assert not child.is_running()
 
 
 async def test_a_child_is_killed_when_its_job_is_cancelled(app: Holdfast, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     async with working(app) as worker:
         job = await tasks.wait_for_end.submit(str(note))
-        await eventually(lambda: note.exists() and note.read_text())
+        child = await _child_of(note)
         await job.cancel()
         await eventually(lambda: worker.running == 0)
-        await eventually(lambda: not alive(int(note.read_text())))
+        await eventually(lambda: not child.is_running(), "the child to end")
         assert await job.state() is State.CANCELLED
 
 
@@ -88,10 +83,10 @@ async def test_a_drain_in_a_hurry_kills_children_and_gives_their_jobs_back(app: 
     note = tmp_path / "pid"
     async with working(app) as worker:
         job = await tasks.wait_for_end.submit(str(note))
-        await eventually(lambda: note.exists() and note.read_text())
+        child = await _child_of(note)
         worker.drain()
         worker.drain()
-    await eventually(lambda: not alive(int(note.read_text())))
+    await eventually(lambda: not child.is_running(), "the child to end")
     assert await job.state() is State.QUEUED
 
 
@@ -108,19 +103,18 @@ async def test_a_child_that_is_killed_from_outside_says_so(app: Holdfast, tmp_pa
     note = tmp_path / "pid"
     async with working(app):
         job = await tasks.wait_for_end.submit(str(note))
-        await eventually(lambda: note.exists() and note.read_text())
-        os.kill(int(note.read_text()), signal.SIGKILL)
+        os.kill((await _child_of(note)).pid, signal.SIGKILL)
         _, code, message = await failure(app, job)
         assert (code, "was killed by signal 9" in message) == ("PROCESS_DIED", True)
 
 
 async def test_a_child_that_died_at_rest_is_not_charged_to_the_next_job(app: Holdfast) -> None:
     async with working(app):
-        pid = (await (await tasks.pid.submit("a")).result(20))[0]
-        os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: not alive(pid))
+        child = ProcessId.of((await (await tasks.pid.submit("a")).result(20))[0])
+        os.kill(child.pid, signal.SIGKILL)
+        await eventually(lambda: not child.is_running())
         job = await tasks.pid.submit("b")
-        assert (await job.result(20))[0] != pid
+        await job.result(20)
         assert (await job.view()).attempt == 1
 
 
@@ -212,15 +206,22 @@ def test_children_do_not_outlive_a_killed_worker(tmp_path: Path, url: str) -> No
     worker = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path)
     try:
         asyncio.run(_until_written(note))
+        # The worker still runs, and so does its child.
+        child = ProcessId.of(int(note.read_text()))
     finally:
         worker.kill()
         worker.wait()
-    asyncio.run(_until_dead(int(note.read_text())))
+    asyncio.run(_until_ended(child))
+
+
+async def _child_of(note: Path) -> ProcessId:
+    """The process that has written the note."""
+    return ProcessId.parse(await eventually(lambda: note.exists() and note.read_text(), "the child to start"))
 
 
 async def _until_written(note: Path) -> None:
     await eventually(lambda: note.exists() and note.read_text(), "the child to start")
 
 
-async def _until_dead(pid: int) -> None:
-    await eventually(lambda: not alive(pid), "the child to end")
+async def _until_ended(child: ProcessId) -> None:
+    await eventually(lambda: not child.is_running(), "the child to end")

@@ -1,0 +1,57 @@
+"""Processes seen from outside: which ones a process has started, and whether one still runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Fields of /proc/PID/stat behind the name, which may hold anything.
+_STATE, _STARTED_AT = 0, 19
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process and when it started: numbers are used again, within minutes on a busy machine."""
+
+    pid: int
+    started_at: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """The process that has this number now; raises `ProcessLookupError` if there is none."""
+        return cls(pid, _stat(pid)[_STARTED_AT])
+
+    @classmethod
+    def parse(cls, text: str) -> ProcessId:
+        """What `str` gave, in this process or in another one."""
+        pid, started_at = text.split()
+        return cls(int(pid), started_at)
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.started_at}"
+
+    def is_running(self) -> bool:
+        """Ended processes whose parent has not waited for them yet do not run."""
+        try:
+            stat = _stat(self.pid)
+        except ProcessLookupError:
+            return False
+        return stat[_STATE] != "Z" and stat[_STARTED_AT] == self.started_at
+
+
+def children(pid: int) -> list[ProcessId]:
+    """What the process's main thread has started and that still runs."""
+    found: list[ProcessId] = []
+    for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        try:
+            found.append(ProcessId.of(int(word)))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"there is no process {pid}") from None
