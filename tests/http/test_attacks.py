@@ -30,9 +30,9 @@ from tests.http.world import World, sample, serving
 )
 def test_depth_is_measured_in_one_pass(body: bytes) -> None:
     """Quotes that never close must not be looked for from each of them: everybody would wait for that."""
-    began = time.monotonic()
+    began = time.thread_time()
     too_deep(b"[" * 65 + body)
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5
 
 
 def test_depth_is_not_hidden_by_strings() -> None:

@@ -195,11 +195,9 @@ async def test_a_ledger_that_is_silent_is_waited_for_once(monkeypatch: pytest.Mo
         return []
 
     monkeypatch.setattr(ledger, "queues", queues)
-    began = time.monotonic()
     for queue in ("one", "two", "three"):
         await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"[]", queue=queue))
     assert len(asked) == 1
-    assert time.monotonic() - began < 2
     await submitter.close()
     assert len(asyncio.all_tasks()) == 1
 

@@ -89,7 +89,7 @@ async def test_a_feed_that_cannot_be_read_stops_no_other(world: World) -> None:
         await asyncio.sleep(0.5)
         for _ in range(5):
             await world.submit(1, "good")
-            await until(lambda: world.caught_up("good"), "the other queue goes on", 2)
+            await until(lambda: world.caught_up("good"), "the other queue goes on")
             await asyncio.sleep(0.1)
         await client.delete(feed_of(world, "bad"))
     await world.submit(2, "bad")
@@ -114,7 +114,7 @@ async def test_what_the_ledger_does_not_take_of_one_queue_stops_no_other_and_is_
         await world.submit(1, "bad")
         for _ in range(6):
             await world.submit(1, "good")
-            await until(lambda: world.caught_up("good"), "the other queue goes on", 2)
+            await until(lambda: world.caught_up("good"), "the other queue goes on")
             await asyncio.sleep(0.2)
         assert one.lag_ms >= 1_000
         ill = False
@@ -126,7 +126,7 @@ async def test_what_the_ledger_does_not_take_of_one_queue_stops_no_other_and_is_
 
 
 async def test_a_row_that_is_locked_is_left_to_who_locks_it(postgres_url: str, redis_url: str, namespace: str) -> None:
-    async with World(redis_url, postgres_url, namespace, reply_timeout_s=3.0) as world:
+    async with World(redis_url, postgres_url, namespace, reply_timeout_s=60.0) as world:
         assert world.ledger.projection is not None
         for queue in ("slow", "fast"):
             await world.admit(queue)
@@ -143,9 +143,9 @@ async def test_a_row_that_is_locked_is_left_to_who_locks_it(postgres_url: str, r
         await world.submit(1, "slow")
         for _ in range(5):
             await world.submit(1, "fast")
-            await until(lambda: world.caught_up("fast"), "the other queue goes on", 2)
+            await until(lambda: world.caught_up("fast"), "the other queue goes on")
             await asyncio.sleep(0.1)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 50
         await holding.rollback()
         await other.close()
         await world.settled_down("slow")
@@ -155,29 +155,33 @@ async def test_many_queues_linger_together(world: World) -> None:
     queues = [f"q{number}" for number in range(20)]
     for queue in queues:
         await world.admit(queue)
-    await world.start(world.projector(linger_s=0.25))
-    for queue in queues:
-        await world.submit(1, queue)
-        await world.settled_down(queue)
+    await world.start(world.projector(linger_s=1.0))
     began = time.monotonic()
-    for queue in queues:
-        await world.submit(1, queue)
-    for queue in queues:
-        await world.settled_down(queue)
-    assert time.monotonic() - began < 2.5
+    for _ in range(2):
+        for queue in queues:
+            await world.submit(1, queue)
+        for queue in queues:
+            await world.settled_down(queue)
+    assert time.monotonic() - began < len(queues), "they would take a second each, twice, one after the other"
 
 
 async def test_who_stands_by_asks_once_for_all_queues(world: World) -> None:
     for number in range(20):
         await world.admit(f"q{number}")
-    await world.start(world.projector(lease_ms=2_000))
+    await world.start(world.projector(lease_ms=60_000))
     await until(lambda: _all_taken(world, 20), "all feeds are taken")
-    standby = world.projector(lease_ms=2_000)
+    standby = world.projector(lease_ms=60_000)
     spy = spied(standby)
     await world.start(standby)
-    await asyncio.sleep(2)
+
+    async def has_asked() -> bool:
+        return "taken" in spy.calls
+
+    await until(has_asked, "it has asked")
+    # Several rounds of a tenth of a second.
+    await asyncio.sleep(1)
     assert "take" not in spy.calls
-    assert 1 <= spy.calls.count("taken") <= 6
+    assert spy.calls.count("taken") < 20
 
 
 async def _all_taken(world: World, count: int) -> bool:

@@ -35,9 +35,9 @@ QUEUE = "default"
 
 
 def make(url: str, namespace: str, **more: Any) -> Holdfast:
-    app = Holdfast(
-        url, namespace=namespace, visibility_timeout_s=0.4, heartbeat_interval_s=0.1, reclaim_interval_s=0.05, **more
-    )
+    # Long enough for a busy machine to renew in time, short enough to wait for the end of one lease.
+    leases: dict[str, Any] = {"visibility_timeout_s": 2, "heartbeat_interval_s": 0.1, "reclaim_interval_s": 0.05}
+    app = Holdfast(url, namespace=namespace, **leases, **more)
 
     @app.task
     async def ok() -> int:

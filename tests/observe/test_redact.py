@@ -132,11 +132,11 @@ def test_values_of_other_kinds_are_looked_into_up_to_a_depth() -> None:
 @pytest.mark.parametrize("end", [False, True])
 def test_a_huge_text_is_cut_first_and_no_half_secret_is_left(end: bool) -> None:
     near = f"redis://app:{SECRET}@cache " * 20_000
-    began = time.perf_counter()
+    began = time.thread_time()
     shown = bounded(near, 500, end=end)
     assert len(shown) <= 500
     assert SECRET[:6] not in shown
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_huge_text_is_cut_first_and_no_half_secret_is_left(end: bool) -> None:
 )
 def test_no_text_takes_long(piece: str) -> None:
     text = piece * (128_000 // len(piece))
-    began = time.perf_counter()
+    began = time.thread_time()
     redact(text)
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
 
 
 def test_a_private_key_that_was_cut_in_the_middle_is_not_shown() -> None:

@@ -71,7 +71,7 @@ async def test_a_delayed_job_runs_when_it_is_due(both: Holdfast) -> None:
         job = await work.options(delay=0.3).submit()
         assert await job.state() is State.QUEUED
         assert await job.result(10) == "done"
-        assert 0.25 < asyncio.get_running_loop().time() - began < 2
+        assert asyncio.get_running_loop().time() - began > 0.25
         assert worker.finished == 1
 
 

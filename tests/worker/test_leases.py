@@ -18,11 +18,11 @@ from tests.worker.support import Faults, eventually, working
 
 
 async def test_a_blocked_event_loop_keeps_its_lease(engine_url: str, namespace: str) -> None:
-    """The loop stands still for three times the lease, and a second worker waits for its chance."""
+    """The loop stands still for longer than the lease, and a second worker waits for its chance."""
     app = Holdfast(
-        engine_url, namespace=namespace, visibility_timeout_s=0.5, heartbeat_interval_s=0.1, reclaim_interval_s=0.05
+        engine_url, namespace=namespace, visibility_timeout_s=2, heartbeat_interval_s=0.1, reclaim_interval_s=0.05
     )
-    rival = Holdfast(engine_url, settings=None, namespace=namespace, visibility_timeout_s=0.5, heartbeat_interval_s=0.1)
+    rival = Holdfast(engine_url, settings=None, namespace=namespace, visibility_timeout_s=2, heartbeat_interval_s=0.1)
     stolen: list[Any] = []
     stop = threading.Event()
 
@@ -34,7 +34,7 @@ async def test_a_blocked_event_loop_keeps_its_lease(engine_url: str, namespace: 
 
     @app.task
     async def block() -> str:
-        time.sleep(1.5)  # noqa: ASYNC251 - that is the point
+        time.sleep(3)  # noqa: ASYNC251 - that is the point
         return "mine"
 
     thief = threading.Thread(target=lambda: asyncio.run(steal()))
@@ -42,7 +42,7 @@ async def test_a_blocked_event_loop_keeps_its_lease(engine_url: str, namespace: 
         job = await block.submit()
         thief.start()
         try:
-            assert await job.result(10) == "mine"
+            assert await job.result(30) == "mine"
         finally:
             stop.set()
             await asyncio.to_thread(thief.join)
