@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,20 @@ REMEMBERED = {"X1.4", "A2.1", "A2.2", "L4.1", "L4.2", "L2"}
 
 
 @pytest.fixture(scope="module")
-def durable_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def durable_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A Redis as it should be: with an append-only file."""
     server = RedisServer(find_server(REDIS), tmp_path_factory.mktemp("redis"), {"appendonly": "yes"})
     server.start()
-    yield server.url
+    yield server
     server.stop()
+
+
+@pytest.fixture
+async def durable_redis(durable_server: RedisServer) -> AsyncIterator[str]:
+    """The same one for all tests, empty at the start of each: one that failed leaves nothing to the next."""
+    yield durable_server.url
+    async with Redis.from_url(durable_server.url) as redis:
+        await redis.flushall()
 
 
 def verdicts(report: Report, verdict: Verdict) -> set[str]:
@@ -130,8 +138,6 @@ async def test_all_is_well_on_redis_and_postgres_beside_a_busy_deployment(
     left = {key for key in await keys(durable_redis) if namespace.encode() not in key}
     assert left == set()
     assert not {name for name in await schemas(postgres_url) if "verify" in name}
-    async with Redis.from_url(durable_redis) as redis:
-        await redis.flushdb()
 
 
 async def test_all_is_well_on_redis_alone_whatever_its_names_are(durable_redis: str) -> None:

@@ -403,7 +403,7 @@ async def test_durable_jobs_survive_a_flush_in_mid_run(make_redis: MakeServer, l
         "visibility_timeout_s": 2,
         "heartbeat_interval_s": 0.5,
         "reconcile_interval_s": 1,
-        "durable_timeout_s": 20,
+        "durable_timeout_s": 50,
     }
     app = Holdfast(redis.url, ledger=ledger_url, **settings)
     runs: list[int] = []
