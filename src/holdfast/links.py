@@ -89,6 +89,12 @@ class Link:
             if self.ledger is not None:
                 await self.ledger.close()
 
+    async def discard(self) -> None:
+        """Close a temporary store on another event loop than its own; calls that are in flight there fail."""
+        await self.engine.close()
+        if self.ledger is not None:
+            await self.ledger.close()
+
     async def admit(self, envelopes: Sequence[Envelope]) -> list[Envelope]:
         """What a desk would hand in, checked and shown to the guards alike; needs no engine."""
         if self._postmark is not None:
@@ -123,6 +129,18 @@ class Link:
             raise error
 
 
+def _discard(links: Sequence[Link]) -> None:
+    async def discard_all() -> None:
+        for link in links:
+            await link.discard()
+
+    if links:
+        # In a thread: an event loop may run here.
+        closing = threading.Thread(target=lambda: asyncio.run(discard_all()), name="holdfast-discard")
+        closing.start()
+        closing.join()
+
+
 async def _look(ledger: Ledger, first: asyncio.Future[Exception | None]) -> None:
     """Open the ledger, however long that takes. The outcome of the first try is handed over if it is still wanted."""
     backoff = Backoff()
@@ -153,8 +171,11 @@ class Links:
         build_postmark: Callable[[Ledger | None], Postmark | None] = lambda _: None,
         front: Callable[[Submitter], Desk] = lambda submitter: submitter,
         build_outbox: Callable[[Ledger | None], OutboxDoor | None] = lambda _: None,
+        *,
+        temporary: bool = False,
     ) -> None:
-        """`front`: what stands before a submitter, once that is open."""
+        """`front`: what stands before a submitter, once that is open. `temporary`: the store is this app's alone."""
+        self._temporary = temporary
         self._build_outbox = build_outbox
         self._build = build
         self._build_ledger = build_ledger
@@ -171,8 +192,14 @@ class Links:
 
     @property
     def in_use(self) -> bool:
-        """Whether an engine has been handed out."""
-        return bool(self._links)
+        """Whether an engine has been handed out to an event loop that is not closed."""
+        return any(not loop.is_closed() for loop in self._links)
+
+    def discard(self) -> None:
+        """Close everything from outside its event loops, whether they run or are closed. For temporary stores."""
+        with self._lock:
+            links, self._links, self._latest = list(self._links.values()), {}, None
+        _discard(links)
 
     def engine(self) -> Engine:
         """The engine of the running loop, open or not; without a loop the first one."""
@@ -224,8 +251,10 @@ class Links:
         with self._lock:
             link = self._links.get(loop)
             if link is None:
-                for gone in [other for other in self._links if other.is_closed()]:
-                    del self._links[gone]
+                gone = [self._links.pop(other) for other in list(self._links) if other.is_closed()]
+                if self._temporary:
+                    # Others are left to their drivers: what they hold belongs to an event loop that is closed.
+                    _discard(gone)
                 engine = self._next_engine()
                 ledger = self._build_ledger(engine)
                 gate = self._build_gate(ledger)

@@ -1,18 +1,22 @@
 """All settings, in one frozen place; the only reader of the environment.
 
-Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in the working directory.
+Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in the working directory. An engine in
+memory is isolated: it uses only those other stores, brokers and webhook receivers that arguments name, so that a test
+does not reach what the machine is configured for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -31,6 +35,11 @@ if TYPE_CHECKING:
 _SCHEMES = ("sqlite", "redis", "rediss", *(f"redis{s}+{kind}" for kind in ("sentinel", "cluster") for s in ("", "s")))
 _LEDGER_SCHEMES = ("postgresql", "postgres", "sqlite")
 _DAY_S = 86_400
+
+#: Paths of a `sqlite:` URL that mean a temporary database.
+TEMPORARY: Final = ("", "/", "/:memory:")
+#: What leads to other stores, to brokers and to webhook receivers.
+OUTSIDE: Final = frozenset({"ledger", "outbox_url", "outbox_targets", "publish_events", "webhook_secret", "webhooks"})
 
 
 class Subscription(BaseModel):
@@ -190,8 +199,12 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
-        """Settings from everywhere; a mistake is an `InvalidOption` that names it."""
-        given = {name: value for name, value in overrides.items() if value is not None}
+        """Settings from everywhere; a mistake is an `InvalidOption` that names it. None leaves a setting alone."""
+        return cls.exactly({name: value for name, value in overrides.items() if value is not None})
+
+    @classmethod
+    def exactly(cls, given: Mapping[str, Any]) -> Settings:
+        """The same, except that None unsets."""
         try:
             return cls(**given)
         except ValidationError as exc:
@@ -206,7 +219,13 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+        file = TomlConfigSettingsSource(settings_cls)
+        sources = init_settings, env_settings, file
+        url = next((found["url"] for source in sources if "url" in (found := source())), None)
+        if not isinstance(url, str) or not is_in_memory(url):
+            return sources
+        file.init_kwargs = _inside(file.init_kwargs)
+        return init_settings, InitSettingsSource(settings_cls, _inside(env_settings())), file
 
     @field_validator("url")
     @classmethod
@@ -321,6 +340,11 @@ class Settings(BaseSettings):
         return self.url.partition("://")[0].endswith("+cluster")
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the engine is a temporary database of this app alone."""
+        return is_in_memory(self.url)
+
+    @property
     def embedded(self) -> bool:
         """Whether the engine's file is the ledger."""
         if not self.url.startswith("sqlite:"):
@@ -360,6 +384,16 @@ class Settings(BaseSettings):
             feed_max_bytes=self.feed_max_bytes,
             publishing=self.publishing if self.embedded else None,
         )
+
+
+def _inside(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name not in OUTSIDE}
+
+
+def is_in_memory(url: str) -> bool:
+    """Whether this URL of an engine means a temporary database."""
+    parts = urlsplit(url)
+    return parts.scheme == "sqlite" and not parts.netloc and parts.path in TEMPORARY
 
 
 def _named(error: ErrorDetails) -> str:

@@ -1,4 +1,4 @@
-"""What every store of effects and steps guarantees: PostgreSQL, a SQLite ledger file, the embedded engine's file."""
+"""What every store of effects and steps guarantees: PostgreSQL, a SQLite ledger, the embedded engine's file, memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from holdfast.ledger.postgres.store import PostgresStore
 from holdfast.ledger.sqlite.effects import SqliteEffects
 from holdfast.ledger.sqlite.files import prepare_ledger
 from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.testing.effects import MemoryEffects
 
 DONE, DOUBT, RESERVED = KeyState.DONE, KeyState.IN_DOUBT, KeyState.RESERVED
 
 
-@pytest.fixture(params=["postgres", "sqlite", "embedded"])
+@pytest.fixture(params=["postgres", "sqlite", "embedded", "memory"])
 async def effects(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Effects]:
     store: PostgresStore | SqliteStore
+    if request.param == "memory":
+        yield MemoryEffects()
+        return
     if request.param == "postgres":
         store = PostgresStore(request.getfixturevalue("postgres_url"))
         yield PostgresEffects(store)

@@ -130,11 +130,11 @@ def test_settings_come_once(app: Holdfast) -> None:
         Holdfast("mongodb://")
 
 
-async def test_settings_change_only_before_the_app_is_open(app: Holdfast) -> None:
+async def test_settings_change_only_while_the_app_is_not_open(app: Holdfast) -> None:
     app.configure(concurrency=3)
     assert (app.settings.concurrency, app.settings.url) == (3, "sqlite://")
     async with app:
-        with pytest.raises(InvalidOption, match="this app is open"):
+        with pytest.raises(InvalidOption, match=r"this app is open; .* after `await app.close\(\)`"):
             app.configure(concurrency=4)
     app.configure(concurrency=5)
     assert app.settings.concurrency == 5

@@ -169,3 +169,72 @@ def test_an_embedded_ledger_keeps_finished_jobs_for_the_retention() -> None:
     assert Settings.load(retention_days=7, finished_ttl_s=5).engine_options().finished_ttl_ms == 7 * day_ms
     assert Settings.load(finished_ttl_s=5).engine_options().finished_ttl_ms == 5_000
     assert Settings.load(ledger="postgresql://h/db").engine_options().finished_ttl_ms == 3_600_000
+
+
+# In memory -----------------------------------------------------------------------------------------
+
+OUTSIDE = {
+    "HOLDFAST_LEDGER": "postgresql://prod/ledger",
+    "HOLDFAST_OUTBOX_URL": "postgresql://prod/shop",
+    "HOLDFAST_OUTBOX_TARGETS": '{"default": {"type": "kafka", "connection": {"bootstrap.servers": "prod"}}}',
+    "HOLDFAST_WEBHOOK_SECRET": "whsec_QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVowMTIzNDU=",
+    "HOLDFAST_WEBHOOKS": '[{"url": "https://hooks.example.org", "events": ["job.*"]}]',
+}
+
+
+def leads_outside(settings: Settings) -> list[str]:
+    """Names of the settings that do."""
+    found = {
+        "ledger": settings.ledger,
+        "outbox_url": settings.outbox_url,
+        "outbox_targets": settings.outbox_targets,
+        "publish_events": settings.publish_events,
+        "webhooks": settings.tells,
+    }
+    return [name for name, value in found.items() if value]
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite:///:memory:"])
+@pytest.mark.parametrize("named", ["argument", "variable", "file"])
+def test_in_memory_what_is_configured_outside_the_code_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, named: str
+) -> None:
+    for name, value in OUTSIDE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOLDFAST_CONCURRENCY", "7")
+    (tmp_path / "holdfast.toml").write_text(
+        'ledger = "postgresql://prod/ledger"\ngroup = "file"\n' + (f'url = "{url}"\n' if named == "file" else "")
+    )
+    if named == "variable":
+        monkeypatch.setenv("HOLDFAST_URL", url)
+    settings = Settings.load(url=url if named == "argument" else None)
+    assert settings.in_memory
+    assert settings.embedded
+    assert leads_outside(settings) == []
+    # The rest is as configured.
+    assert (settings.concurrency, settings.group) == (7, "file")
+
+
+def test_in_memory_events_are_not_published_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_OUTBOX_TARGETS", OUTSIDE["HOLDFAST_OUTBOX_TARGETS"])
+    monkeypatch.setenv("HOLDFAST_PUBLISH_EVENTS", "default")
+    assert Settings.load(url="sqlite://").publishing is None
+    assert Settings.load(url="sqlite:///jobs.db").publishing is not None
+
+
+def test_in_memory_what_code_names_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_LEDGER", "postgresql://prod/ledger")
+    settings = Settings.load(
+        url="sqlite://", ledger="sqlite:///mine.db", webhook_secret=OUTSIDE["HOLDFAST_WEBHOOK_SECRET"]
+    )
+    assert (settings.ledger, settings.tells, settings.embedded) == ("sqlite:///mine.db", True, False)
+
+
+@pytest.mark.parametrize("url", ["sqlite:///jobs.db", "sqlite:////var/jobs.db", "redis://h"])
+def test_other_engines_use_what_is_configured(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("HOLDFAST_URL", "sqlite://")
+    for name, value in OUTSIDE.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings.load(url=url)
+    assert not settings.in_memory
+    assert leads_outside(settings) == ["ledger", "outbox_url", "outbox_targets", "webhooks"]

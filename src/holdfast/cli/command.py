@@ -79,7 +79,8 @@ class Connection:
     def app(self, reference: str) -> Holdfast:
         """The user's app, on the engine that was named here, else on its own."""
         app = load_app(reference)
-        given = {name: value for name, value in (("url", self.url), ("namespace", self.namespace)) if value is not None}
+        given: dict[str, Any] = {"url": self.url, "namespace": self.namespace}
+        given = {name: value for name, value in given.items() if value is not None}
         if given:
             app.configure(**given)
         return app

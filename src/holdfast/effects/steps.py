@@ -69,10 +69,14 @@ class Steps:
         if step is None:
             step = await self.record(position, _SLEEP, now_ms + pause_ms)
         left_ms = msgspec.json.decode(step.result, type=int) - now_ms
+        if left_ms > 0:
+            await self.rest(left_ms)
+
+    async def rest(self, left_ms: int) -> None:
+        """Wait for what is left of a sleep, or end the attempt until then."""
         if left_ms >= _SHORT_MS:
             raise Asleep(left_ms)
-        if left_ms > 0:
-            await asyncio.sleep(left_ms / 1000)
+        await asyncio.sleep(left_ms / 1000)
 
     # Also for a thread, which runs the function itself --------------------------------------------------
 

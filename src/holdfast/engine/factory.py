@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from holdfast.clock import Clock
 from holdfast.engine.port import Engine
 from holdfast.errors import InvalidOption
-from holdfast.settings import Settings
-
-_TEMPORARY: Final = ("", "/", "/:memory:")
+from holdfast.settings import TEMPORARY, Settings
 
 
 def build_engine(settings: Settings, clock: Clock | None = None) -> Engine:
@@ -36,4 +33,4 @@ def sqlite_path(url: str) -> str:
         raise InvalidOption(f"{url}: a path needs three slashes (sqlite:///jobs.db), or four if it is absolute")
     if parts.query or parts.fragment:
         raise InvalidOption(f"{url}: a sqlite URL takes no options, only a path")
-    return ":memory:" if parts.path in _TEMPORARY else unquote(parts.path[1:])
+    return ":memory:" if parts.path in TEMPORARY else unquote(parts.path[1:])

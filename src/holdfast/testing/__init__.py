@@ -1,9 +1,13 @@
-"""For tests of your own: a clock moved by hand, inline and drain modes; the engine contract is in `.contract`.
+"""For tests of your own: contexts for unit tests, inline and drain modes, a clock moved by hand.
 
-The contract suites need pytest and are imported from `holdfast.testing.contract`, not from here.
+The fixtures of the pytest plugin are `holdfast_app`, `holdfast_clock` and `holdfast_worker`. The engine contract needs
+pytest and is imported from `holdfast.testing.contract`, not from here.
 """
 
+from holdfast.guard.asking import Asked as ApprovalInterrupt
 from holdfast.testing.clock import ManualClock
+from holdfast.testing.contexts import UnitContext, make_context
 from holdfast.testing.inline import drain, inline
+from holdfast.testing.worker import InMemoryWorker
 
-__all__ = ["ManualClock", "drain", "inline"]
+__all__ = ["ApprovalInterrupt", "InMemoryWorker", "ManualClock", "UnitContext", "drain", "inline", "make_context"]

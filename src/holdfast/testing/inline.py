@@ -6,9 +6,10 @@
 
     await drain(app)                             # a real worker, until nothing is due
 
-Inline mode needs no store: arguments and results go through the same codec, failures through the same
-classification and `judge`; retries and delays happen at once, only a task's `timeout` is real time. `drain` runs on
-the app's own engine; with a `ManualClock` and SQLite in memory, advance the clock and drain again.
+Inline mode needs no store and reaches none: jobs, effects and steps are kept in memory and end with the block, webhooks
+are not sent. Arguments and results go through the same codec, failures through the same classification and `judge`;
+retries and delays happen at once, only a task's `timeout` is real time. `drain` runs on the app's own engine; with a
+`ManualClock` and SQLite in memory, advance the clock and drain again.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from holdfast.core.verdict import (
 from holdfast.effects.tools import Tools
 from holdfast.engine.port import MAX_BATCH
 from holdfast.errors import TransitionInvalid, UnknownJob, WaitTimeout
-from holdfast.ledger.port import Ledger
+from holdfast.observe.counts import Counts
 from holdfast.submitter import Desk
+from holdfast.testing.effects import MemoryLedger
 from holdfast.worker.classify import left_undecided, timed_out, unknown_task
 from holdfast.worker.context import Context
 from holdfast.worker.perform import perform, perform_sync
@@ -61,11 +63,8 @@ _NOT_AT_ALL: Final = timedelta()
 @contextmanager
 def inline(app: Holdfast) -> Iterator[None]:
     """Inside the block, `submit` runs the job where it is submitted, to its end."""
-    before, app.inline_desk = app.inline_desk, InlineDesk(app)
-    try:
+    with app.run_inline(InlineDesk(app)):
         yield
-    finally:
-        app.inline_desk = before
 
 
 async def drain(app: Holdfast, queues: Sequence[str] | None = None) -> int:
@@ -114,6 +113,8 @@ class InlineDesk(Desk):
         self._slept_ms = 0
         #: For effects and steps, by event loop: a blocking door has another one than the test.
         self._tools: dict[asyncio.AbstractEventLoop, Tools] = {}
+        self._memory = MemoryLedger()
+        self._counts = Counts()
 
     async def submit(self, envelope: Envelope) -> Receipt:
         gate = self._app.gate(None, can_ask=True)
@@ -219,14 +220,14 @@ class InlineDesk(Desk):
                 self._ledger,
                 self.get,
                 self._now_ms,
-                self._app.engine.counts,
+                self._counts,
                 lease_s=settings.visibility_timeout_s,
                 payload_limit=settings.payload_limit,
             )
         return self._tools[loop]
 
-    async def _ledger(self) -> Ledger | None:
-        return self._app.ledger_port
+    async def _ledger(self) -> MemoryLedger:
+        return self._memory
 
     def _now_ms(self) -> int:
         return self._clock.now_ms() + self._slept_ms

@@ -198,8 +198,8 @@ class Context:
     def _scope(self, what: str) -> Scope:
         if self._own_scope is None:
             raise UsageError(
-                f"ctx.{what} works in tasks that a worker runs in its own process: not with process=True, and not in a "
-                "context that was made by hand"
+                f"ctx.{what} works in tasks that a worker runs in its own process, not with process=True; "
+                "for a unit test make the context with holdfast.testing.make_context(…)"
             )
         return self._own_scope
 

@@ -1,0 +1,162 @@
+"""A `Context` for the unit test of one function: no app, no job, no store.
+
+    ctx = make_context(attempt=2, tenant_id="acme", approvals=["refund"])
+    assert await refund(ctx, "order-7") == "refunded"
+
+Effects and steps are kept in memory, by this context and by those that `next_attempt` makes from it. `sleep` moves the
+context's clock and returns. Nothing retries: the test gets what the function raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.codec import PAYLOAD_LIMIT
+from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, Claim, Consent, JobView, Lease, Meta, new_job_ids
+from holdfast.core.retry import Duration
+from holdfast.door import Door
+from holdfast.effects.steps import Steps
+from holdfast.effects.tools import Scope, Tools
+from holdfast.guard.asking import Asked
+from holdfast.observe.counts import Counts
+from holdfast.testing.clock import ManualClock
+from holdfast.testing.effects import MemoryLedger
+from holdfast.worker.context import Context
+
+_WORKER: Final = "test"
+_PATIENCE_S: Final = 5.0
+#: The event loop of `ctx.blocking` in tests that have none.
+_door: Final = Door()
+
+
+def make_context(
+    *,
+    task: str = "task",
+    job_id: str | None = None,
+    queue: str = DEFAULT_QUEUE,
+    tenant_id: str = DEFAULT_TENANT,
+    attempt: int = 1,
+    retry_count: int | None = None,
+    idempotency_key: str | None = None,
+    trace_id: str = "",
+    context: Mapping[str, Any] | None = None,
+    approvals: Collection[str] | Mapping[str, str] = (),
+    cancelled: bool = False,
+    clock: ManualClock | None = None,
+) -> UnitContext:
+    """A context for one call of a task's function.
+
+    `retry_count` is one less than `attempt` unless given. `approvals` are the names of questions that are approved,
+    or who approved each; others raise `ApprovalInterrupt`. With `cancelled` the run is over: effects and steps refuse.
+    """
+    clock = clock or ManualClock()
+    chosen_id = job_id or new_job_ids(1)[0]
+    claim = Claim(
+        lease=Lease(queue, chosen_id, f"test-{attempt}", 1, _WORKER),
+        task=task,
+        payload=b"{}",
+        tenant_id=tenant_id,
+        idempotency_key=idempotency_key or chosen_id,
+        trace_id=trace_id,
+        attempt=attempt,
+        created_at_ms=clock.now_ms(),
+        claimed_at_ms=clock.now_ms(),
+        meta=Meta(
+            retry_count=attempt - 1 if retry_count is None else retry_count,
+            context=dict(context) if context else None,
+        ),
+    )
+    made = UnitContext(claim, _Memory(clock, approvals))
+    if cancelled:
+        made.stop()
+    return made
+
+
+class UnitContext(Context):
+    """What `make_context` makes."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self, claim: Claim, memory: _Memory) -> None:
+        super().__init__(claim)
+        self._memory = memory
+        self._own_scope = Scope(claim, memory.tools())
+
+    def next_attempt(self) -> UnitContext:
+        """The same job after a failure: its effects and steps are known, its retry count is one higher."""
+        claim, attempt = self._claim, self._claim.attempt + 1
+        meta = msgspec.structs.replace(claim.meta, retry_count=claim.meta.retry_count + 1)
+        lease = Lease(claim.queue, claim.job_id, f"test-{attempt}", 1, _WORKER)
+        now_ms = self._memory.clock.now_ms()
+        following = msgspec.structs.replace(claim, lease=lease, attempt=attempt, meta=meta, claimed_at_ms=now_ms)
+        return UnitContext(following, self._memory)
+
+    def _scope(self, what: str) -> Scope:
+        scope = super()._scope(what)
+        # Of the loop that runs here: the context may have been made before it.
+        scope.tools = self._memory.tools()
+        return scope
+
+    def _own_steps(self) -> Steps:
+        if self._steps is None:
+            self._steps = _UnitSteps(self._scope("step"), self._memory.clock)
+        return self._steps
+
+    def _ask(self, name: str, details: Any, *, reason: str, quorum: int, deadline: Duration | None) -> Consent:
+        try:
+            return super()._ask(name, details, reason=reason, quorum=quorum, deadline=deadline)
+        except Asked as exc:
+            approvals = self._memory.approvals
+            if name not in approvals:
+                raise
+            by = approvals[name] if isinstance(approvals, Mapping) else _WORKER
+            ask, now_ms = exc.ask, self._memory.clock.now_ms()
+            return Consent(approval_id=ask.approval_id, by=(by,), at_ms=now_ms, payload_hash=ask.payload_hash)
+
+
+class _UnitSteps(Steps):
+    """Steps whose sleeps take no time."""
+
+    def __init__(self, scope: Scope, clock: ManualClock) -> None:
+        super().__init__(scope)
+        self._clock = clock
+
+    async def rest(self, left_ms: int) -> None:
+        self._clock.advance(left_ms / 1000)
+
+
+class _Memory:
+    """What the contexts of one job share."""
+
+    def __init__(self, clock: ManualClock, approvals: Collection[str] | Mapping[str, str]) -> None:
+        self.clock = clock
+        self.approvals = {approvals: _WORKER} if isinstance(approvals, str) else approvals
+        self._ledger = MemoryLedger(clock)
+        self._tools: dict[asyncio.AbstractEventLoop, Tools] = {}
+
+    def tools(self) -> Tools:
+        """Those of the running event loop; without one, of a loop in a thread."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return _door.call("make_context", self._on_loop, "make_context(…)")
+        if loop not in self._tools:
+            self._tools[loop] = Tools(
+                self._open, _find, self.clock.now_ms, Counts(), lease_s=_PATIENCE_S, payload_limit=PAYLOAD_LIMIT
+            )
+        return self._tools[loop]
+
+    async def _on_loop(self) -> Tools:
+        return self.tools()
+
+    async def _open(self) -> MemoryLedger:
+        return self._ledger
+
+
+async def _find(_queue: str, _job_id: str) -> JobView | None:
+    """There is no other job."""
+    return None

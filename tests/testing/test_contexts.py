@@ -1,0 +1,155 @@
+"""`make_context`: a function's unit test, without an app."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from holdfast import Context, Holdfast
+from holdfast.errors import EffectInDoubt, EffectMismatch, InvalidOption, RunOver, StepMismatch, UsageError
+from holdfast.testing import ApprovalInterrupt, ManualClock, make_context
+
+app = Holdfast("redis://127.0.0.1:1")
+acts: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_acts() -> None:
+    acts.clear()
+
+
+async def charge(order: str) -> str:
+    acts.append(order)
+    return f"charge {len(acts)}"
+
+
+@app.task
+async def pay(ctx: Context, order: str) -> str:
+    receipt = await ctx.effect(f"charge {order}", charge, order)
+    if ctx.attempt == 1:
+        raise ConnectionError("after the charge")
+    return receipt
+
+
+def test_it_says_what_the_test_says() -> None:
+    ctx = make_context(
+        task="mail.send",
+        job_id="j1",
+        queue="mail",
+        tenant_id="acme",
+        attempt=3,
+        idempotency_key="order-7",
+        trace_id="t",
+        context={"user": "ada"},
+    )
+    assert (ctx.task, ctx.job_id, ctx.queue, ctx.tenant_id) == ("mail.send", "j1", "mail", "acme")
+    assert (ctx.attempt, ctx.retry_count, ctx.idempotency_key, ctx.run_key) == (3, 2, "order-7", "j1:2")
+    assert (ctx.trace_id, ctx.context, ctx.cancelled) == ("t", {"user": "ada"}, False)
+    plain = make_context(attempt=2, retry_count=0)
+    assert (plain.retry_count, plain.idempotency_key, plain.context) == (0, plain.job_id, {})
+    assert plain.job_id != make_context().job_id
+
+
+async def test_an_effect_acts_once_over_the_attempts_of_a_job() -> None:
+    first = make_context()
+    with pytest.raises(ConnectionError):
+        await pay(first, "7")
+    second = first.next_attempt()
+    assert (second.attempt, second.retry_count, second.job_id) == (2, 1, first.job_id)
+    assert await pay(second, "7") == "charge 1"
+    # Another context is another world.
+    assert await pay(make_context(attempt=2), "7") == "charge 2"
+    with pytest.raises(EffectMismatch):
+        await second.effect("charge 7", charge, "8")
+
+
+async def test_an_effect_that_fails_is_in_doubt() -> None:
+    async def fail() -> None:
+        raise ConnectionError("lost")
+
+    ctx = make_context()
+    with pytest.raises(ConnectionError):
+        await ctx.effect("k", fail)
+    assert list(ctx.undecided) == ["k"]
+    with pytest.raises(EffectInDoubt):
+        await ctx.next_attempt().effect("k", fail)
+
+
+async def test_steps_and_sleeps_are_known_to_the_next_attempt() -> None:
+    clock, taken = ManualClock(), list[str]()
+
+    def take(name: str) -> str:
+        taken.append(name)
+        return name
+
+    async def work(ctx: Context) -> str:
+        name = await ctx.step("take", take, "a")
+        await ctx.sleep(timedelta(days=300))
+        await ctx.sleep(0.5)
+        return name
+
+    start_ms, ctx = clock.now_ms(), make_context(clock=clock)
+    for _ in range(2):
+        assert await work(ctx) == "a"
+        ctx = ctx.next_attempt()
+    assert taken == ["a"]
+    assert clock.now_ms() - start_ms == 300 * 86_400_000 + 500
+    with pytest.raises(StepMismatch):
+        await ctx.step("another", take, "b")
+
+
+async def test_approvals_are_given_or_asked_for() -> None:
+    ctx = make_context(approvals={"refund": "ada"})
+    assert (await ctx.approval("refund", {"cents": 100})).by == ("ada",)
+    with pytest.raises(ApprovalInterrupt, match="'close'"):
+        await ctx.approval("close")
+    assert (await make_context(approvals=["close"]).approval("close")).by == ("test",)
+    with pytest.raises(InvalidOption):
+        await ctx.approval("refund", quorum=0)
+
+
+async def test_a_run_that_is_over_begins_nothing() -> None:
+    ctx = make_context(cancelled=True)
+    assert ctx.cancelled
+    with pytest.raises(RunOver):
+        await ctx.effect("k", charge, "7")
+    with pytest.raises(RunOver):
+        await ctx.step("s", charge, "7")
+    later = make_context()
+    later.stop()
+    assert later.cancelled
+    assert acts == []
+
+
+def _blocks(ctx: Context) -> tuple[str, str]:
+    ctx.blocking.effect("k", acts.append, "acted")
+    ctx.blocking.sleep(3600)
+    return ctx.blocking.step("s", str.upper, "taken"), ctx.blocking.approval("ok").by[0]
+
+
+def test_a_plain_function_without_an_event_loop() -> None:
+    ctx = make_context(approvals=["ok"])
+    assert _blocks(ctx) == ("TAKEN", "test")
+    assert _blocks(ctx.next_attempt()) == ("TAKEN", "test")
+    assert acts == ["acted"]
+
+
+async def test_a_plain_function_beside_an_event_loop() -> None:
+    ctx = make_context(approvals=["ok"])
+    assert await asyncio.to_thread(_blocks, ctx) == ("TAKEN", "test")
+    with pytest.raises(UsageError, match=r"await ctx\.effect"):
+        ctx.blocking.effect("other", acts.append, "acted")
+
+
+def test_a_context_may_be_made_before_the_event_loop() -> None:
+    ctx = make_context(attempt=2)
+    assert asyncio.run(pay.function(ctx, "7")) == "charge 1"
+    assert asyncio.run(pay.function(ctx, "7")) == "charge 1"
+
+
+async def test_a_context_of_a_child_process_says_how_to_make_one() -> None:
+    ctx = make_context()
+    with pytest.raises(UsageError, match="make_context"):
+        _ = Context(ctx._claim).effect

@@ -1,0 +1,226 @@
+"""The pytest plugin, in a project of a user's: pytest in a process of its own, with real stores in its environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import asyncpg
+import pytest
+from redis.asyncio import Redis
+
+ROOT = Path(__file__).resolve().parents[2]
+
+INI = """
+[pytest]
+filterwarnings = error
+asyncio_default_fixture_loop_scope = function
+"""
+
+SHOP = """
+from holdfast import Context, Holdfast
+
+app = Holdfast()
+charges = []
+
+
+async def charge(order):
+    charges.append(order)
+    return f"charge {len(charges)}"
+
+
+@app.task
+async def pay(ctx: Context, order: str) -> str:
+    receipt = await ctx.effect(f"charge {order}", charge, order)
+    await tell.options(delay=3600).submit(order)
+    return receipt
+
+
+@app.task(queue="mail")
+def tell(order: str) -> str:
+    return order
+"""
+
+CONFTEST = """
+import threading
+
+import pytest
+
+import shop
+
+
+@pytest.fixture
+def holdfast_base_app():
+    return shop.app
+
+
+@pytest.fixture(autouse=True)
+def isolated(holdfast_app):
+    shop.charges.clear()
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+def pytest_sessionfinish(session):
+    # An app in memory leaves nothing behind, and the program's own app is as it was.
+    for thread in threading.enumerate():
+        if "temporary.db" in thread.name:
+            thread.join(20)
+            assert not thread.is_alive(), thread
+    assert not shop.app.settings.in_memory
+    assert not shop.app._links.in_use
+"""
+
+TESTS = '''
+import pytest
+
+import shop
+from holdfast import State
+
+
+async def paid_and_told(holdfast_worker, holdfast_clock):
+    job = await shop.pay.submit("7")
+    assert await job.state() is State.QUEUED
+    assert await holdfast_worker.drain() == 1
+    assert await job.result(0) == "charge 1"
+    assert await holdfast_worker.advance(3599) == 0
+    holdfast_clock.advance(1)
+    assert await holdfast_worker.drain() == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("again", [1, 2])
+async def test_with_pytest_asyncio(holdfast_worker, holdfast_clock, again):
+    await paid_and_told(holdfast_worker, holdfast_clock)
+
+
+@pytest.mark.anyio
+async def test_with_anyio(holdfast_worker, holdfast_clock):
+    await paid_and_told(holdfast_worker, holdfast_clock)
+
+
+def test_without_an_event_loop(holdfast_app, holdfast_worker):
+    assert holdfast_app is shop.app
+    job = shop.pay.submit_sync("7")
+    assert holdfast_worker.drain_sync() == 1
+    assert job.result_sync(0) == "charge 1"
+    assert holdfast_worker.advance_sync(3600) == 1
+
+
+@pytest.mark.asyncio
+async def test_without_a_worker():
+    """The fixture of conftest.py is enough to keep a submission from the real store."""
+    await shop.pay.submit("7")
+
+
+class TestAnotherApp:
+    @pytest.fixture
+    def holdfast_app(self):
+        return shop.app
+
+    def test_an_app_that_was_not_moved_is_refused(self, request):
+        with pytest.raises(Exception, match="holdfast_base_app"):
+            request.getfixturevalue("holdfast_worker")
+'''
+
+DEFAULT = """
+async def test_an_app_of_the_test_s_own(holdfast_app, holdfast_worker):
+    @holdfast_app.task
+    async def double(number: int) -> int:
+        return number * 2
+
+    job = await double.submit(2)
+    assert await holdfast_worker.drain() == 1
+    assert await job.result(0) == 4
+"""
+
+UNUSED = """
+import sys
+
+
+def test_nothing_of_holdfast_is_loaded():
+    assert "holdfast_pytest" in sys.modules
+    assert [name for name in sys.modules if name.partition(".")[0] == "holdfast"] == []
+"""
+
+
+class Project:
+    """A user's project, in an environment in which holdfast is installed."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place / "project"
+        self._site = place / "site"
+        self.place.mkdir()
+        (self.place / "pytest.ini").write_text(INI)
+        # What installing the wheel leaves: this checkout may have been installed before there was a plugin.
+        about = self._site / "holdfast_checkout-0.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: holdfast-checkout\nVersion: 0\n")
+        points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+        lines = [f"{name} = {module}" for name, module in points.items()]
+        (about / "entry_points.txt").write_text("[pytest11]\n" + "\n".join(lines) + "\n")
+
+    def pytest(self, *arguments: str, files: dict[str, str], **variables: str) -> str:
+        for name, text in files.items():
+            (self.place / name).write_text(text)
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST_", "PYTEST"))
+        }
+        environment |= {"PYTHONPATH": f"{self._site}{os.pathsep}{ROOT / 'src'}", **variables}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:schemathesis", *arguments]
+        done = subprocess.run(
+            command, cwd=self.place, env=environment, capture_output=True, text=True, check=False, timeout=55
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+async def test_a_user_s_app_is_tested_without_its_stores(
+    project: Project, redis_url: str, postgres_url: str, namespace: str
+) -> None:
+    said = project.pytest(
+        files={"shop.py": SHOP, "conftest.py": CONFTEST, "test_shop.py": TESTS},
+        HOLDFAST_URL=redis_url,
+        HOLDFAST_LEDGER=postgres_url,
+        HOLDFAST_NAMESPACE=namespace,
+    )
+    assert "6 passed" in said
+    async with Redis.from_url(redis_url) as redis:
+        assert [key async for key in redis.scan_iter(f"{namespace}*")] == []
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        for table in ("jobs", "job_events", "idempotency_keys", "ledger_owner"):
+            assert await connection.fetchval(f"SELECT count(*) FROM {table}") == 0, table
+    finally:
+        await connection.close()
+
+
+def test_without_an_app_of_the_user_s_there_is_an_empty_one(project: Project) -> None:
+    said = project.pytest("-o", "asyncio_mode=auto", files={"test_it.py": DEFAULT}, HOLDFAST_URL="redis://127.0.0.1:1")
+    assert "1 passed" in said
+
+
+def test_whoever_does_not_use_it_does_not_load_holdfast(project: Project) -> None:
+    assert "1 passed" in project.pytest(files={"test_it.py": UNUSED})
+
+
+def test_it_can_be_turned_off_and_says_what_it_has(project: Project) -> None:
+    assert "holdfast_worker" in project.pytest("--fixtures", files={"test_it.py": "def test_it(): ..."})
+    assert "holdfast_worker" not in project.pytest("--fixtures", "-p", "no:holdfast", files={})
+
+
+def test_holdfast_testing_does_not_need_pytest() -> None:
+    code = "import sys; sys.modules['pytest'] = None; import holdfast.testing as t; print(*t.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
+    assert "make_context" in done.stdout
