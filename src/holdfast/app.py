@@ -428,8 +428,7 @@ class Holdfast:
             raise DuplicateTask(name)
         limit = self.settings.payload_limit
         plan = Plan(name, function, policy, limit)
-        options = make_options({}, queue=queue, priority=priority, payload_limit=limit)
-        task: Task[..., Any] = Task(self, plan, options, priority)
+        task: Task[..., Any] = Task(self, plan, queue, priority)
         self._tasks[name] = task
         self._plans[name] = plan
         return task

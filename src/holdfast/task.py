@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack
 
 from holdfast.core.job import Envelope, Priority, Receipt, new_job_ids
@@ -17,13 +18,28 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, slots=True)
+class BoundCall(Generic[R]):
+    """A call with its own options, for `submit_many`; made by `task.options(…).bind(…)`."""
+
+    plan: Plan
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    given: SubmitOptions
+
+
 class Submittable(Generic[P, R]):
     """A task together with the options its jobs are submitted with."""
 
-    def __init__(self, way: Way, plan: Plan, options: Options) -> None:
+    def __init__(
+        self, way: Way, plan: Plan, make: Callable[[SubmitOptions], Options], given: SubmitOptions | None = None
+    ) -> None:
+        """`make` checks options, and adds the task's own."""
         self.plan = plan
         self._way = way
-        self._options = options
+        self._make = make
+        self._given = given or SubmitOptions()
+        self._options = make(self._given)
 
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Submit one call. Once this returns the job is accepted and will not be lost."""
@@ -37,21 +53,29 @@ class Submittable(Generic[P, R]):
         receipt = await desk.submit(envelope)
         return Job(self._way, receipt.job_id, options.queue, receipt.duplicate, plan.arguments.decode_result)
 
-    async def submit_many(self, calls: Iterable[tuple[Any, ...]]) -> list[Job[R]]:
-        """Submit many calls, each a tuple of positional arguments; a handle each, in order.
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundCall[R]:
+        """A call with these options, to be submitted with others by `submit_many`."""
+        return BoundCall(self.plan, args, kwargs, self._given)
 
-        All arguments are checked before the first job is sent. Sent in batches of 500: if the engine fails
-        half-way some are accepted and some are not.
+    async def submit_many(self, calls: Iterable[tuple[Any, ...] | BoundCall[R]]) -> list[Job[R]]:
+        """Submit many calls; a handle each, in order. `duplicate` says whose idempotency key was known.
+
+        A call is a tuple of positional arguments, or `task.options(…).bind(…)` with options of its own, which go
+        before those of this submission. All of them are checked before the first job is sent. Sent in batches of 500:
+        if the engine fails half-way some are accepted and some are not.
         """
         if self._options.idempotency_key:
-            raise InvalidOption("one idempotency_key cannot serve many jobs; submit them one by one with their keys")
-        queue, decode = self._options.queue, self.plan.arguments.decode_result
-        payloads = await self._payloads(calls)
+            raise InvalidOption("one idempotency_key cannot serve many jobs; give each its own: options(…).bind(…)")
+        payloads, own = await self._payloads(calls)
         if self._options.connection is not None:
-            return await self._enlist(list(self._envelopes(payloads)))
+            return await self._enlist(list(self._envelopes(payloads, own)))
         desk = await self._way.desk()
-        receipts = await desk.submit_many(self._envelopes(payloads))
-        return [Job(self._way, receipt.job_id, queue, receipt.duplicate, decode) for receipt in receipts]
+        receipts = await desk.submit_many(self._envelopes(payloads, own))
+        decode = self.plan.arguments.decode_result
+        return [
+            Job(self._way, receipt.job_id, own.get(number, self._options).queue, receipt.duplicate, decode)
+            for number, receipt in enumerate(receipts)
+        ]
 
     def submit_sync(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """`submit` for code without an event loop: Django, scripts, threads."""
@@ -76,31 +100,50 @@ class Submittable(Generic[P, R]):
         decode = self.plan.arguments.decode_result
         return Job(self._way, receipt.job_id, envelope.queue, receipt.duplicate, decode, outbox_of=envelope.tenant_id)
 
-    async def _payloads(self, calls: Iterable[tuple[Any, ...]]) -> list[bytes]:
+    async def _payloads(
+        self, calls: Iterable[tuple[Any, ...] | BoundCall[R]]
+    ) -> tuple[list[bytes], dict[int, Options]]:
+        """What the calls are on the wire, and the options of those that have their own, by number."""
         encode, limit, payloads = self.plan.arguments.encode, self.plan.payload_limit, list[bytes]()
-        for number, call in enumerate(calls, 1):
-            payloads.append(encode(_tuple(call), {}, limit))
-            if number % MAX_BATCH == 0:
+        own: dict[int, Options] = {}
+        for number, call in enumerate(calls):
+            if isinstance(call, BoundCall):
+                own[number] = self._own_options(call)
+                payloads.append(encode(call.args, dict(call.kwargs), limit))
+            else:
+                payloads.append(encode(_tuple(call), {}, limit))
+            if (number + 1) % MAX_BATCH == 0:
                 # A million calls take seconds to check: other work on this loop goes on meanwhile.
                 await asyncio.sleep(0)
-        return payloads
+        return payloads, own
 
-    def _envelopes(self, payloads: list[bytes]) -> Iterator[Envelope]:
-        options, name = self._options, self.plan.name
+    def _own_options(self, call: BoundCall[R]) -> Options:
+        if call.plan is not self.plan:
+            raise InvalidOption(
+                f"a call of task {call.plan.name!r} cannot be submitted with those of {self.plan.name!r}"
+            )
+        if call.given.get("connection") is not None:
+            raise InvalidOption(
+                "all jobs of a submission have one connection: task.options(connection=…).submit_many(…)"
+            )
+        return self._make({**self._given, **call.given})
+
+    def _envelopes(self, payloads: list[bytes], own: Mapping[int, Options]) -> Iterator[Envelope]:
+        shared, name = self._options, self.plan.name
         for start in range(0, len(payloads), MAX_BATCH):
             batch = payloads[start : start + MAX_BATCH]
-            for job_id, payload in zip(new_job_ids(len(batch)), batch, strict=True):
-                yield options.envelope(job_id, name, payload)
+            for number, (job_id, payload) in enumerate(zip(new_job_ids(len(batch)), batch, strict=True), start):
+                yield own.get(number, shared).envelope(job_id, name, payload)
 
 
 class Task(Submittable[P, R]):
     """What `@app.task` makes of a function."""
 
-    def __init__(self, way: Way, plan: Plan, options: Options, priority: Priority) -> None:
-        super().__init__(way, plan, options)
-        self.name = plan.name
-        self.queue = options.queue
+    def __init__(self, way: Way, plan: Plan, queue: str, priority: Priority) -> None:
+        self.queue = queue
         self.priority = priority
+        super().__init__(way, plan, self._make_options)
+        self.name = plan.name
         self.function: Callable[..., Any] = plan.function
         self.__doc__ = plan.function.__doc__
 
@@ -119,9 +162,11 @@ class Task(Submittable[P, R]):
         `connection`: the job is part of the transaction that is open there, see `app.outbox`; it is handed in by a
         relay once that is committed, and never was if it is rolled back.
         """
+        return Submittable(self._way, self.plan, self._make_options, given)
+
+    def _make_options(self, given: SubmitOptions) -> Options:
         limit = self.plan.payload_limit
-        options = make_options(given, queue=self.queue, priority=self.priority, payload_limit=limit)
-        return Submittable(self._way, self.plan, options)
+        return make_options(given, queue=self.queue, priority=self.priority, payload_limit=limit)
 
     def __repr__(self) -> str:
         return f"<Task {self.name!r} on queue {self.queue!r}>"

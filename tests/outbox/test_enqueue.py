@@ -131,9 +131,16 @@ async def test_many(app: Holdfast) -> None:
     async with transaction(app) as connection:
         jobs = await double(app).options(connection=connection).submit_many([(n,) for n in range(30)])
         assert await double(app).options(connection=connection).submit_many([]) == []
+        keyed = (
+            await double(app)
+            .options(connection=connection)
+            .submit_many(double(app).options(idempotency_key=f"key {n % 2}").bind(n) for n in range(3))
+        )
         one = await app.submit_raw("double", b'{"number": 50}', connection=connection)
     async with at_work(app):
         assert [await job.result(timeout=20) for job in jobs] == [2 * n for n in range(30)]
+        assert [await job.result(timeout=20) for job in keyed] == [0, 2, 0]
+        assert (keyed[2].id, keyed[2].duplicate) == (keyed[0].id, True)
         assert await one.result(timeout=20) == 100
 
 

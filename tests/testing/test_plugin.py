@@ -12,7 +12,9 @@ import asyncpg
 import pytest
 from redis.asyncio import Redis
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.docs.test_examples import ROOT, code_of
+
+NOWHERE = "postgresql://127.0.0.1:1/none"
 
 INI = """
 [pytest]
@@ -37,6 +39,11 @@ async def pay(ctx: Context, order: str) -> str:
     receipt = await ctx.effect(f"charge {order}", charge, order)
     await tell.options(delay=3600).submit(order)
     return receipt
+
+
+@app.task(process=True)
+def store_in_child() -> tuple[str, str | None]:
+    return app.settings.url, app.settings.ledger
 
 
 @app.task(queue="mail")
@@ -111,6 +118,12 @@ def test_without_an_event_loop(holdfast_app, holdfast_worker):
     assert holdfast_worker.drain_sync() == 1
     assert job.result_sync(0) == "charge 1"
     assert holdfast_worker.advance_sync(3600) == 1
+
+
+def test_a_child_process_is_isolated_too(holdfast_worker):
+    job = shop.store_in_child.submit_sync()
+    assert holdfast_worker.drain_sync() == 1
+    assert job.result_sync(0) == ("sqlite://", None)
 
 
 @pytest.mark.asyncio
@@ -195,7 +208,7 @@ async def test_a_user_s_app_is_tested_without_its_stores(
         HOLDFAST_LEDGER=postgres_url,
         HOLDFAST_NAMESPACE=namespace,
     )
-    assert "6 passed" in said
+    assert "7 passed" in said
     async with Redis.from_url(redis_url) as redis:
         assert [key async for key in redis.scan_iter(f"{namespace}*")] == []
     connection = await asyncpg.connect(postgres_url)
@@ -209,6 +222,12 @@ async def test_a_user_s_app_is_tested_without_its_stores(
 def test_without_an_app_of_the_user_s_there_is_an_empty_one(project: Project) -> None:
     said = project.pytest("-o", "asyncio_mode=auto", files={"test_it.py": DEFAULT}, HOLDFAST_URL="redis://127.0.0.1:1")
     assert "1 passed" in said
+
+
+def test_the_how_to_page_runs_with_pytest(project: Project) -> None:
+    page = ROOT / "docs" / "how-to" / "test-your-tasks.md"
+    said = project.pytest("-o", "asyncio_mode=auto", files={"test_page.py": code_of(page)}, HOLDFAST_LEDGER=NOWHERE)
+    assert "7 passed" in said
 
 
 def test_whoever_does_not_use_it_does_not_load_holdfast(project: Project) -> None:

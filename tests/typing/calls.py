@@ -46,6 +46,8 @@ async def right() -> None:
     assert_type(crunch.submit_sync(7).result_sync(), float)
     assert_type(await add.options(delay=5, priority="high").submit(1), Job[int])
     assert_type(await add.submit_many([(1,), (2, 3)]), list[Job[int]])
+    assert_type(await add.submit_many([add.options(idempotency_key="k").bind(1), (2, 3)]), list[Job[int]])
+    assert_type(await add.submit_many(add.options(delay=n).bind(n, b=n) for n in range(3)), list[Job[int]])
     assert_type(await app.job("id").view(), object)  # error: assert-type
 
 
@@ -128,6 +130,8 @@ async def wrong() -> None:
     await add.options(delay="soon").submit(1)  # error: arg-type
     await add.options(urgency=5).submit(1)  # error: call-arg
     await add.submit_many([1, 2])  # error: list-item
+    await add.submit_many([add.bind("1")])  # error: arg-type
+    await add.submit_many([shout.bind("hey")])  # error: list-item
     text: str = await (await add.submit(1)).result()  # error: assignment
     print(text)
     app.task(timeout="5")  # error: call-overload

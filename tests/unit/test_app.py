@@ -103,6 +103,12 @@ def test_two_tasks_of_one_name(app: Holdfast) -> None:
 async def test_one_key_cannot_serve_many_jobs(app: Holdfast) -> None:
     with pytest.raises(InvalidOption, match="one idempotency_key cannot serve many jobs"):
         await app.task(work).options(idempotency_key="k").submit_many([()])
+    # Nor one connection of several, nor another task's call.
+    task = app.tasks["work"]
+    with pytest.raises(InvalidOption, match="one connection"):
+        await task.submit_many([task.options(connection=object()).bind()])
+    with pytest.raises(InvalidOption, match="a call of task 'other' cannot be submitted with those of 'work'"):
+        await task.submit_many([app.task(name="other")(work).bind()])
 
 
 def test_a_task_without_a_policy_has_the_apps() -> None:

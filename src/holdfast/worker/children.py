@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -36,7 +36,9 @@ _decode: Final = msgspec.msgpack.Decoder(Reply).decode
 class Children:
     """A pool of child processes. One event loop."""
 
-    def __init__(self, limit: int = MAX_CHILDREN) -> None:
+    def __init__(self, limit: int = MAX_CHILDREN, variables: Mapping[str, str] | None = None) -> None:
+        """`variables` are added to the children's environment."""
+        self._variables = variables or {}
         self._room = asyncio.Semaphore(limit)
         self._idle: list[Child] = []
         self._all: set[Child] = set()
@@ -82,7 +84,7 @@ class Children:
         """A child at rest, or a new one."""
         if self._idle:
             return self._idle.pop(), False
-        child = await Child.spawn()
+        child = await Child.spawn(self._variables)
         self._all.add(child)
         return child, True
 
@@ -107,13 +109,16 @@ class Child:
         self.started = False
 
     @classmethod
-    async def spawn(cls) -> Child:
+    async def spawn(cls, variables: Mapping[str, str]) -> Child:
         """Start one. It imports the user's code with its first job."""
         ours, theirs = socket.socketpair()
         with theirs:
             code = _MAIN.format(path=sys.path, descriptor=theirs.fileno())
             process = subprocess.Popen(  # noqa: ASYNC220 - a few milliseconds, once per child
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),)
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **variables},
             )
         try:
             return cls(process, *await asyncio.open_connection(sock=ours))

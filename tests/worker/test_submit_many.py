@@ -1,0 +1,114 @@
+"""`submit_many`: many calls, each with its own options if it has any, on both engines and inline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from holdfast import Context, Holdfast, Priority, State
+from holdfast.engine.port import MAX_BATCH
+from holdfast.errors import InvalidOption, InvalidPayload
+from holdfast.task import Task
+from holdfast.testing import inline
+from tests.worker.support import working
+
+
+@pytest.fixture
+def work(both: Holdfast) -> Task[..., str]:
+    @both.task
+    async def work(ctx: Context, number: int, word: str = "") -> str:
+        return f"{number} {word} {ctx.tenant_id} {ctx.context.get('user', '')}"
+
+    return work
+
+
+@pytest.fixture(params=["engine", "inline"])
+async def place(request: pytest.FixtureRequest, both: Holdfast) -> AsyncIterator[Holdfast]:
+    """A worker beside the test, or none."""
+    if request.param == "inline":
+        with inline(both):
+            yield both
+    else:
+        async with both, working(both, queues=["default", "mail"]):
+            yield both
+
+
+async def test_each_call_has_its_own_options(place: Holdfast, work: Task[..., str]) -> None:
+    jobs = await work.options(tenant_id="acme", context={"user": "ada"}).submit_many(
+        [
+            (1,),
+            work.options(idempotency_key="two", priority="high").bind(2, word="b"),
+            work.options(tenant_id="other", queue="mail").bind(3),
+            work.options(delay=0.01, context={"user": "bob"}).bind(4, "d"),
+            (5, "e"),
+        ]
+    )
+    assert [await job.result(20) for job in jobs] == [
+        "1  acme ada",
+        "2 b acme ada",
+        "3  other ada",
+        "4 d acme bob",
+        "5 e acme ada",
+    ]
+    assert [job.queue for job in jobs] == ["default", "default", "mail", "default", "default"]
+    views = [await job.view() for job in jobs]
+    assert [view.idempotency_key for view in views] == [jobs[0].id, "two", *(job.id for job in jobs[2:])]
+    assert [view.meta.priority for view in views][:2] == [Priority.NORMAL, Priority.HIGH]
+
+
+async def test_known_keys_are_reported_in_the_order_of_the_calls(place: Holdfast, work: Task[..., str]) -> None:
+    first = await work.options(idempotency_key="b").submit(0, "first")
+    keys = ["a", "b", None, "a", "c", "b"]
+    jobs = await work.submit_many(
+        work.options(idempotency_key=key).bind(number, "later") for number, key in enumerate(keys)
+    )
+    assert [job.duplicate for job in jobs] == [False, True, False, True, False, True]
+    assert (jobs[1].id, jobs[5].id, jobs[3].id) == (first.id, first.id, jobs[0].id)
+    assert await jobs[5].result(20) == "0 first default "
+    # The whole submission can be repeated.
+    again = await work.submit_many(
+        work.options(idempotency_key=key).bind(number, "later") for number, key in enumerate(keys) if key
+    )
+    assert all(job.duplicate for job in again)
+
+
+async def test_more_calls_than_a_batch_keep_their_options(both: Holdfast, work: Task[..., str]) -> None:
+    def calls() -> Iterator[Any]:
+        for number in range(2 * MAX_BATCH + 1):
+            yield work.options(idempotency_key=f"k{number}").bind(number) if number % 2 else (number,)
+
+    async with both:
+        jobs = await work.submit_many(calls())
+        for number in (0, 1, MAX_BATCH - 1, MAX_BATCH, MAX_BATCH + 1, 2 * MAX_BATCH):
+            view = await jobs[number].view()
+            assert view.payload == b'{"number":%d}' % number
+            assert view.idempotency_key == (f"k{number}" if number % 2 else jobs[number].id)
+
+
+async def test_a_delayed_call_waits_and_the_others_do_not(both: Holdfast, work: Task[..., str]) -> None:
+    async with both, working(both):
+        now, later, at = await work.submit_many(
+            [
+                work.bind(1),
+                work.options(delay=3600).bind(2),
+                work.options(run_at=datetime(2999, 1, 1, tzinfo=UTC)).bind(3),
+            ]
+        )
+        await now.result(20)
+        assert [await job.state() for job in (later, at)] == [State.QUEUED, State.QUEUED]
+        assert (await at.view()).next_attempt_at_ms > (await later.view()).next_attempt_at_ms > 0
+
+
+async def test_one_mistake_and_none_is_sent(both: Holdfast, work: Task[..., str]) -> None:
+    async with both:
+        good = work.options(idempotency_key="k").bind(1)
+        late = work.options(run_at=datetime(2999, 1, 1, tzinfo=UTC)).bind(2)
+        anything: Any = work
+        with pytest.raises(InvalidPayload):
+            await work.submit_many([good, anything.bind("x")])
+        with pytest.raises(InvalidOption, match="delay or run_at, not both"):
+            await work.options(delay=5).submit_many([good, late])
+        assert await both.engine.queues() == []
