@@ -180,7 +180,7 @@ class Holdfast:
         """
         if self._links.in_use:
             raise InvalidOption("this app is open; settings are changed before that, or after `await app.close()`")
-        if self.settings.in_memory:
+        if self.settings.isolated:
             # Left by event loops that are closed.
             self._links.discard()
         former = self._setup
@@ -192,7 +192,7 @@ class Holdfast:
         """Back to the former settings. `sound`: no other error is on its way that this one would hide."""
         links = self._links
         self.door.close(links.close)
-        if self.settings.in_memory:
+        if self.settings.isolated:
             links.discard()
         left_open = links.in_use
         self._use(former)
@@ -201,7 +201,7 @@ class Holdfast:
 
     @contextmanager
     def run_inline(self, desk: Desk) -> Iterator[None]:
-        """In the block jobs go to this desk, and whatever else would reach a store, to one in memory.
+        """In the block jobs go to this desk, and everything else that would reach a store, to one in memory.
 
         The app may be open: its connections are left alone, and are there again after the block.
         """
@@ -388,7 +388,7 @@ class Holdfast:
             lambda ledger: Postmark(self.settings, ledger),
             self._front,
             self._build_outbox,
-            temporary=settings.in_memory,
+            temporary=settings.isolated,
         )
 
     def _front(self, submitter: Submitter) -> Desk:

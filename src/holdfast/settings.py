@@ -345,6 +345,11 @@ class Settings(BaseSettings):
         return is_in_memory(self.url)
 
     @property
+    def isolated(self) -> bool:
+        """Whether the engine is in memory, and code has named no other store either."""
+        return self.in_memory and self.embedded and self.outbox_url is None
+
+    @property
     def embedded(self) -> bool:
         """Whether the engine's file is the ledger."""
         if not self.url.startswith("sqlite:"):

@@ -176,6 +176,23 @@ async def test_a_plain_block_that_leaves_a_real_store_open_says_so(tmp_path: Pat
         await links.close()
 
 
+async def test_an_app_in_memory_with_a_ledger_that_code_names_is_closed_by_its_own_loop(postgres_url: str) -> None:
+    app = make_app()
+    async with app.configure(url="sqlite://", ledger=postgres_url):
+        await app.tasks["double"].options(durable=False).submit(2)
+        await app.ledger.queries.jobs()
+    left: list[Links] = []
+
+    async def leave_open() -> None:
+        with app.configure(url="sqlite://", ledger=postgres_url):
+            await app.open()
+            left.append(app._links)
+
+    with pytest.raises(InvalidOption, match="still open"):
+        await leave_open()
+    await left[0].close()
+
+
 async def test_tasks_that_were_registered_before_follow_the_settings() -> None:
     app = make_app()
 
