@@ -22,12 +22,11 @@ from typing import (
 )
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.configuring import Reconfigured, Setup, changed
+from holdfast.configuring import Configurable
 from holdfast.core.codec import decode_json
 from holdfast.core.job import DEFAULT_QUEUE, Envelope, Priority, Receipt, new_job_ids
 from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.core.verdict import OnExhausted
-from holdfast.door import Door
 from holdfast.engine.port import Engine
 from holdfast.errors import DuplicateTask, InvalidOption, NoLedger, PayloadTooLarge, UnknownTask
 from holdfast.guard.gate import Gate
@@ -76,7 +75,7 @@ class Register(Protocol):
     def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
 
 
-class Holdfast:
+class Holdfast(Configurable):
     """Tasks, and where their jobs go."""
 
     def __init__(
@@ -102,16 +101,13 @@ class Holdfast:
         else:
             given = settings.model_dump(exclude_unset=True)
         self._retry = _checked_retry(retry)
-        self.door = Door()
         self._tasks: dict[str, Task[..., Any]] = {}
         self._plans: dict[str, Plan] = {}
         #: Sees every job before it may run: `@app.guard`, `app.guard.rule(…)`.
         self.guard = Guards(lambda: self.settings.guard_timeout_s)
         self._outbox: Outbox | None = None
-        self._use(self._set_up(given, settings, clock or SystemClock()))
+        super().__init__(given, settings, clock or SystemClock())
         self._ledger_door = LedgerDoor(lambda: self.engine, lambda: self._links.ledger())
-        #: Set by inline mode, which runs jobs where they are submitted.
-        self.inline_desk: Desk | None = None
 
     @property
     def tasks(self) -> Mapping[str, Task[..., Any]]:
@@ -171,63 +167,6 @@ class Holdfast:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def configure(self, *, clock: Clock | None = None, **overrides: Any) -> Reconfigured[Self]:
-        """Change settings (the URL, say) or the clock, while the app is not open; None unsets.
-
-        As a block (`with` or `async with`) the change ends with it. A URL in memory isolates the app: stores, brokers
-        and webhooks that were named before, in code or outside it, are dropped unless named in the same call.
-        """
-        if self._links.in_use:
-            raise InvalidOption("this app is open; settings are changed before that, or after `await app.close()`")
-        if self.settings.isolated:
-            # Left by event loops that are closed.
-            self._links.discard()
-        former = self._setup
-        given = changed(former.given, overrides)
-        self._use(self._set_up(given, Settings.exactly(given), clock or former.clock))
-        return Reconfigured(self, self.close, lambda sound: self._undo(former, sound=sound))
-
-    def _undo(self, former: Setup, *, sound: bool) -> None:
-        """Back to the former settings. `sound`: no other error is on its way that this one would hide."""
-        links = self._links
-        self.door.close(links.close)
-        if self.settings.isolated:
-            links.discard()
-        left_open = links.in_use
-        self._use(former)
-        if left_open and sound:
-            raise InvalidOption("this app is still open; use `async with app.configure(…)`, or close it in the block")
-
-    @contextmanager
-    def run_inline(self, desk: Desk) -> Iterator[None]:
-        """In the block jobs go to this desk, and everything else that would reach a store, to one in memory.
-
-        The app may be open: its connections are left alone, and are there again after the block.
-        """
-        former, before = self._setup, self.inline_desk
-        given = changed(former.given, {"url": "sqlite://"})
-        self._use(self._set_up(given, Settings.exactly(given), former.clock))
-        self.inline_desk = desk
-        try:
-            yield
-        finally:
-            self._links.discard()
-            self.inline_desk = before
-            self._use(former)
-
-    def _set_up(self, given: Mapping[str, Any], settings: Settings, clock: Clock) -> Setup:
-        return Setup(given, settings, clock, self._make_links(settings))
-
-    def _use(self, setup: Setup) -> None:
-        self._setup = setup
-        self.settings: Settings = setup.settings
-        self._clock: Clock = setup.clock
-        self._links: Links = setup.links
-        self._outbox = None
-        redact_also(self.settings.redact)
-        for plan in self._plans.values():
-            plan.payload_limit = self.settings.payload_limit
 
     # Tasks -----------------------------------------------------------------------------------------
 
@@ -378,6 +317,12 @@ class Holdfast:
         else:
             with tracer.submitting(envelopes) as (traced, _):
                 yield traced
+
+    def _settings_changed(self) -> None:
+        self._outbox = None
+        redact_also(self.settings.redact)
+        for plan in self._plans.values():
+            plan.payload_limit = self.settings.payload_limit
 
     def _make_links(self, settings: Settings) -> Links:
         return Links(

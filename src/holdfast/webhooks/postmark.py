@@ -45,8 +45,8 @@ class Postmark:
             raise NoLedger("telling a webhook")
         if not self._settings.tells and self._settings.in_memory:
             raise InvalidOption(
-                "an app in memory ignores HOLDFAST_WEBHOOK_SECRET, so that tests send nothing; pass webhook_secret=… in "
-                "code, or leave webhook out"
+                "an app in memory ignores HOLDFAST_WEBHOOK_SECRET, so that tests send nothing; pass webhook_secret=… "
+                "in code, or leave webhook out"
             )
         if not self._settings.tells:
             raise InvalidOption("webhooks are signed: set webhook_secret (HOLDFAST_WEBHOOK_SECRET) to whsec_…")
