@@ -398,7 +398,7 @@ def _inside(found: Mapping[str, Any]) -> dict[str, Any]:
 def is_in_memory(url: str) -> bool:
     """Whether this URL of an engine means a temporary database."""
     parts = urlsplit(url)
-    return parts.scheme == "sqlite" and not parts.netloc and parts.path in TEMPORARY
+    return parts.scheme == "sqlite" and not parts.netloc and unquote(parts.path) in TEMPORARY
 
 
 def _named(error: ErrorDetails) -> str:

@@ -194,7 +194,7 @@ def leads_outside(settings: Settings) -> list[str]:
     return [name for name, value in found.items() if value]
 
 
-@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite:///:memory:"])
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite:///%3Amemory:"])
 @pytest.mark.parametrize("named", ["argument", "variable", "file"])
 def test_in_memory_what_is_configured_outside_the_code_is_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, named: str

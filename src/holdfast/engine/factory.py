@@ -33,4 +33,4 @@ def sqlite_path(url: str) -> str:
         raise InvalidOption(f"{url}: a path needs three slashes (sqlite:///jobs.db), or four if it is absolute")
     if parts.query or parts.fragment:
         raise InvalidOption(f"{url}: a sqlite URL takes no options, only a path")
-    return ":memory:" if parts.path in TEMPORARY else unquote(parts.path[1:])
+    return ":memory:" if unquote(parts.path) in TEMPORARY else unquote(parts.path[1:])
