@@ -130,12 +130,21 @@ class Link:
 
 
 def _discard(links: Sequence[Link]) -> None:
+    try:
+        here = asyncio.get_running_loop()
+    except RuntimeError:
+        here = None
+
     async def discard_all() -> None:
         for link in links:
-            await link.discard()
+            if link.loop.is_running() and link.loop is not here:
+                # In another thread, where it can be closed as it should be.
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(link.close(), link.loop))
+            else:
+                await link.discard()
 
     if links:
-        # In a thread: an event loop may run here.
+        # In a thread: the loop that runs here waits.
         closing = threading.Thread(target=lambda: asyncio.run(discard_all()), name="holdfast-discard")
         closing.start()
         closing.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, Unpack
+from typing import Any, Final, Generic, ParamSpec, TypeVar, Unpack
 
 from holdfast.core.job import Envelope, Priority, Receipt, new_job_ids
 from holdfast.engine.port import MAX_BATCH
@@ -16,6 +16,8 @@ from holdfast.worker.plan import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_TIMES: Final = frozenset({"delay", "run_at"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,12 @@ class Submittable(Generic[P, R]):
             raise InvalidOption(
                 "all jobs of a submission have one connection: task.options(connection=…).submit_many(…)"
             )
-        return self._make({**self._given, **call.given})
+        own: dict[str, Any] = {name: value for name, value in call.given.items() if value is not None}
+        # A time of its own is instead of the other's, however each is given.
+        replaced = _TIMES if own.keys() & _TIMES else frozenset()
+        shared = {name: value for name, value in self._given.items() if name not in replaced}
+        merged: Any = {**shared, **own}
+        return self._make(merged)
 
     def _envelopes(self, payloads: list[bytes], own: Mapping[int, Options]) -> Iterator[Envelope]:
         shared, name = self._options, self.plan.name

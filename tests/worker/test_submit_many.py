@@ -90,25 +90,26 @@ async def test_more_calls_than_a_batch_keep_their_options(both: Holdfast, work: 
 
 async def test_a_delayed_call_waits_and_the_others_do_not(both: Holdfast, work: Task[..., str]) -> None:
     async with both, working(both):
-        now, later, at = await work.submit_many(
+        # The call's own time goes before; None is no option.
+        now, later, at = await work.options(delay=3600, tenant_id="acme").submit_many(
             [
-                work.bind(1),
-                work.options(delay=3600).bind(2),
+                work.options(delay=0).bind(1),
+                work.options(tenant_id=None, delay=None).bind(2),
                 work.options(run_at=datetime(2999, 1, 1, tzinfo=UTC)).bind(3),
             ]
         )
-        await now.result(20)
+        assert await now.result(20) == "1  acme "
         assert [await job.state() for job in (later, at)] == [State.QUEUED, State.QUEUED]
         assert (await at.view()).next_attempt_at_ms > (await later.view()).next_attempt_at_ms > 0
+        assert (await later.view()).tenant_id == "acme"
 
 
 async def test_one_mistake_and_none_is_sent(both: Holdfast, work: Task[..., str]) -> None:
     async with both:
         good = work.options(idempotency_key="k").bind(1)
-        late = work.options(run_at=datetime(2999, 1, 1, tzinfo=UTC)).bind(2)
         anything: Any = work
         with pytest.raises(InvalidPayload):
             await work.submit_many([good, anything.bind("x")])
-        with pytest.raises(InvalidOption, match="delay or run_at, not both"):
-            await work.options(delay=5).submit_many([good, late])
+        with pytest.raises(InvalidOption, match="durable or connection, not both"):
+            await work.options(connection=object()).submit_many([good, work.options(durable=True).bind(2)])
         assert await both.engine.queues() == []
