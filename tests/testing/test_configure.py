@@ -212,3 +212,20 @@ async def test_a_mistake_changes_nothing() -> None:
     with pytest.raises(InvalidOption, match="concurency"):
         app.configure(url="sqlite://", concurency=3)
     assert app.settings.url == NOWHERE
+
+
+def test_a_plain_block_closes_an_app_that_another_thread_s_event_loop_has_open() -> None:
+    app, opened, over = make_app(), threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        await app.tasks["double"].submit(2)
+        opened.set()
+        await asyncio.to_thread(over.wait, 20)
+
+    server = threading.Thread(target=lambda: asyncio.run(serve()))
+    with app.configure(url="sqlite://"):
+        server.start()
+        assert opened.wait(20)
+    assert threads_end()
+    over.set()
+    server.join(20)

@@ -41,9 +41,12 @@ async def pay(ctx: Context, order: str) -> str:
     return receipt
 
 
+named = Holdfast("redis://127.0.0.1:1", ledger="postgresql://127.0.0.1:1/none")
+
+
 @app.task(process=True)
-def store_in_child() -> tuple[str, str | None]:
-    return app.settings.url, app.settings.ledger
+def stores_in_child() -> list[tuple[str, str | None]]:
+    return [(each.settings.url, each.settings.ledger) for each in (app, named)]
 
 
 @app.task(queue="mail")
@@ -121,9 +124,9 @@ def test_without_an_event_loop(holdfast_app, holdfast_worker):
 
 
 def test_a_child_process_is_isolated_too(holdfast_worker):
-    job = shop.store_in_child.submit_sync()
+    job = shop.stores_in_child.submit_sync()
     assert holdfast_worker.drain_sync() == 1
-    assert job.result_sync(0) == ("sqlite://", None)
+    assert job.result_sync(0) == [("sqlite://", None)] * 2
 
 
 @pytest.mark.asyncio

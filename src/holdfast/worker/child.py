@@ -37,6 +37,8 @@ class Order(msgspec.Struct, frozen=True):
 
     place: Place
     claim: Claim
+    #: The worker's app is in memory, for a test: those of this process must be, too.
+    in_memory: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -79,7 +81,7 @@ def main(descriptor: int) -> None:
     with asyncio.Runner() as runner:
         while True:
             order = decoder.decode(orders.get())
-            loaded = _load(order.place)
+            loaded = _load(order.place, in_memory=order.in_memory)
             # Its time begins now: what importing took is not the job's.
             _send(connection, b"")
             outcome = _run(loaded, order.claim, runner) if isinstance(loaded, Plan) else loaded
@@ -100,9 +102,9 @@ def _read(connection: socket.socket, orders: SimpleQueue[bytes]) -> None:
         os._exit(0)
 
 
-def _load(place: Place) -> Plan | Raised:
+def _load(place: Place, *, in_memory: bool = False) -> Plan | Raised:
     try:
-        plan = _plans.get(place.task) or _plans.setdefault(place.task, load(place))
+        plan = _plans.get(place.task) or _plans.setdefault(place.task, load(place, in_memory=in_memory))
     except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
         return raised(exc, Policy())
     return plan

@@ -29,6 +29,9 @@ _REAP_S: Final = 5.0
 
 _MAIN: Final = "import sys; sys.path[:] = {path!r}; from holdfast.worker.child import main; main({descriptor})"
 
+#: For apps whose code names no URL; others are moved once they are loaded.
+_IN_MEMORY: Final = {"HOLDFAST_URL": "sqlite://"}
+
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Reply).decode
 
@@ -36,9 +39,9 @@ _decode: Final = msgspec.msgpack.Decoder(Reply).decode
 class Children:
     """A pool of child processes. One event loop."""
 
-    def __init__(self, limit: int = MAX_CHILDREN, variables: Mapping[str, str] | None = None) -> None:
-        """`variables` are added to the children's environment."""
-        self._variables = variables or {}
+    def __init__(self, limit: int = MAX_CHILDREN, *, in_memory: bool = False) -> None:
+        """`in_memory`: the worker's app is, and children must not reach the stores that it is configured for."""
+        self._in_memory = in_memory
         self._room = asyncio.Semaphore(limit)
         self._idle: list[Child] = []
         self._all: set[Child] = set()
@@ -47,7 +50,7 @@ class Children:
     async def perform(self, plan: Plan, claim: Claim, started: Callable[[], None]) -> Outcome:
         """Run one job in a child; `started` is called when its code begins. A cancelled call kills its child."""
         place = self._places.get(plan.name) or self._places.setdefault(plan.name, locate(plan))
-        order = _encode(Order(place, claim))
+        order = _encode(Order(place, claim, self._in_memory))
         async with self._room:
             while True:
                 child, fresh = await self._take()
@@ -84,7 +87,7 @@ class Children:
         """A child at rest, or a new one."""
         if self._idle:
             return self._idle.pop(), False
-        child = await Child.spawn(self._variables)
+        child = await Child.spawn(_IN_MEMORY if self._in_memory else {})
         self._all.add(child)
         return child, True
 

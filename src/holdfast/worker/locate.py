@@ -48,21 +48,23 @@ def locate(plan: Plan) -> Place:
     return Place(name, file, plan.name)
 
 
-def load(place: Place) -> Plan:
-    """In the child: the task at that place."""
+def load(place: Place, *, in_memory: bool = False) -> Plan:
+    """In the child: the task at that place. With `in_memory` the module's apps are moved there."""
     module = importlib.import_module(place.module) if place.module else _load_file(place.file)
     plan = find(module, place.task)
     if plan is None:
         raise InvalidOption(f"module {module.__name__!r} has no task {place.task!r} in the child process")
+    if in_memory:
+        for value in _ours(module):
+            if isinstance(getattr(value, "plans", None), Mapping):
+                value.configure(url="sqlite://")
     return plan
 
 
 def find(module: ModuleType, task: str) -> Plan | None:
     """The plan of a task that is, or whose app is, at a module's top level."""
     apps: list[Mapping[str, Any]] = []
-    for value in vars(module).values():
-        if not any(base.__module__.startswith("holdfast.") for base in type(value).__mro__):
-            continue
+    for value in _ours(module):
         plan = getattr(value, "plan", None)
         if isinstance(plan, Plan) and plan.name == task:
             return plan
@@ -70,6 +72,12 @@ def find(module: ModuleType, task: str) -> Plan | None:
         if isinstance(plans, Mapping):
             apps.append(plans)
     return next((plans[task] for plans in apps if isinstance(plans.get(task), Plan)), None)
+
+
+def _ours(module: ModuleType) -> list[Any]:
+    """Apps and tasks at a module's top level, and whatever else of holdfast is there."""
+    values = list(vars(module).values())
+    return [value for value in values if any(base.__module__.startswith("holdfast.") for base in type(value).__mro__)]
 
 
 # Cached here, not looked up in sys.modules: importing `multiprocessing` puts the child's own main module there.

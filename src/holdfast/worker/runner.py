@@ -72,7 +72,7 @@ class Runner:
         tracer: Tracer | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
         random: Random | None = None,
-        child_variables: Mapping[str, str] | None = None,
+        in_memory: bool = False,
     ) -> None:
         self.concurrency = concurrency
         self.running = 0
@@ -100,7 +100,7 @@ class Runner:
         self._stray: set[Run] = set()
         self._nobody = Plan("", _no_function, Policy())
         self._threads = Threads("holdfast-job")
-        self._children = Children(variables=child_variables)
+        self._children = Children(in_memory=in_memory)
 
     @property
     def load(self) -> int:

@@ -214,8 +214,7 @@ class Worker(Listener):
             gate=self._app.gate(self._app.ledger_port),
             tracer=tracer_for(self._app.settings.tracing),
             cancel_grace_s=self._cancel_grace_s,
-            # A child makes the app again from its module: as isolated as this one, unless its code names a URL.
-            child_variables={"HOLDFAST_URL": self._app.settings.url} if self._app.settings.in_memory else None,
+            in_memory=self._app.settings.in_memory,
         )
         fetcher = self._fetcher = Fetcher(
             engine, self.incarnation, self._queues, runner, self._held, self._app.settings, quota=self._max_jobs
