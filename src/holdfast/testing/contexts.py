@@ -30,7 +30,7 @@ from holdfast.worker.context import Context
 _WORKER: Final = "test"
 _PATIENCE_S: Final = 5.0
 #: The event loop of `ctx.blocking` in tests that have none.
-_door: Final = Door()
+_portal: Final = Door()
 
 
 def make_context(
@@ -143,7 +143,7 @@ class _Memory:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            return _door.call("make_context", self._on_loop, "make_context(…)")
+            return _portal.call("make_context", self._on_loop, "make_context(…)")
         if loop not in self._tools:
             self._tools[loop] = Tools(
                 self._open, _find, self.clock.now_ms, Counts(), lease_s=_PATIENCE_S, payload_limit=PAYLOAD_LIMIT
