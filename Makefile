@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh
 	@touch $@
 
 demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the way; no server needed
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/holdfast demo
 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
 	@$(BIN)/python tools/servers.py ensure
