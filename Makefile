@@ -3,10 +3,11 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers endurance mutants docs fmt clean
+.PHONY: help demo test check bench bench-peers endurance mutants docs fmt pins clean
 
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
+DEMO_STAMP := .venv-demo/.holdfast-stamp
 # Hundreds of Python processes start in a test run: none should compile what the one before it has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
@@ -25,12 +26,16 @@ SOURCES := src tests tools examples benchmarks
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-$(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh
-	@tools/bootstrap.sh
+$(STAMP): pyproject.toml requirements/dev.txt tools/bootstrap.sh
+	@tools/bootstrap.sh dev .venv
 	@touch $@
 
-demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the way; no server needed
-	@$(BIN)/holdfast demo
+$(DEMO_STAMP): requirements/base.txt tools/bootstrap.sh
+	@tools/bootstrap.sh base .venv-demo
+	@touch $@
+
+demo: $(DEMO_STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the way; no server needed
+	@PYTHONPATH=$(CURDIR)/src .venv-demo/bin/python -m holdfast demo
 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
 	@$(BIN)/python tools/servers.py ensure
@@ -71,6 +76,9 @@ fmt: $(STAMP) ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+pins: ## requirements/ again from pyproject.toml, with hashes; ARGS=--upgrade for newer versions
+	@tools/pins.sh $(ARGS)
+
 clean: ## remove everything that was built or downloaded
-	rm -rf .venv .servers build dist .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-demo .servers build dist .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
