@@ -45,11 +45,12 @@ test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 
 	$(PYTEST) -n $(FAULT_WORKERS) --dist worksteal -m '(faults or brokers) and not search' --cov --cov-append --cov-report=term $(ARGS); \
 	others=$$?; wait $$search; searches=$$?; tail -n 100 $(SEARCH_LOG); exit $$((others || searches))
 
-check: $(STAMP) ## formatting, lint, types, import directions, spec coverage
+check: $(STAMP) ## formatting, lint, types, import directions, what the base loads, spec coverage
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.check_base_imports
 	$(BIN)/python -m tools.gen_docs --check
 	$(BIN)/python -m tools.check_spec_coverage
 

@@ -29,6 +29,7 @@ from holdfast.core.verdict import OnExhausted
 from holdfast.door import Door
 from holdfast.engine.port import Engine
 from holdfast.errors import DuplicateTask, InvalidOption, NoLedger, PayloadTooLarge, UnknownTask
+from holdfast.extras import require_drivers
 from holdfast.guard.gate import Gate
 from holdfast.guard.guards import Guards
 from holdfast.handle import Job
@@ -90,11 +91,12 @@ class Holdfast:
     ) -> None:
         """Settings come from the arguments, `HOLDFAST_*` and `holdfast.toml`, or ready-made as `settings`.
 
-        `retry` is the policy of tasks that name none of their own.
+        `retry` is the policy of tasks that name none of their own. Raises `MissingExtra` for a store whose driver is
+        not installed.
         """
         if settings is not None and (url is not None or ledger is not None or overrides):
             raise InvalidOption("give settings, or url and single settings, not both")
-        self.settings = settings or Settings.load(url=url, ledger=ledger, **overrides)
+        self.settings = _checked_settings(settings or Settings.load(url=url, ledger=ledger, **overrides))
         redact_also(self.settings.redact)
         self._retry = _checked_retry(retry)
         self.door = Door()
@@ -173,7 +175,7 @@ class Holdfast:
         if self._links.in_use:
             raise InvalidOption("this app is open; settings are changed before that")
         given = self.settings.model_dump(exclude_unset=True) | overrides
-        self.settings = Settings.load(**given)
+        self.settings = _checked_settings(Settings.load(**given))
         redact_also(self.settings.redact)
         self._links = self._make_links()
         self._outbox = None
@@ -379,6 +381,11 @@ class Holdfast:
         self._tasks[name] = task
         self._plans[name] = plan
         return task
+
+
+def _checked_settings(settings: Settings) -> Settings:
+    require_drivers(settings.url, settings.ledger, settings.outbox_url)
+    return settings
 
 
 def _checked_retry(retry: Retry) -> Retry:

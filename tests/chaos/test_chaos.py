@@ -29,8 +29,8 @@ from holdfast.cli.exits import ExitCode
 from holdfast.cli.program import program
 from holdfast.clock import SystemClock
 from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.ledgers import SqliteLedger
 from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteStore
 
 SEED: Final = 365

@@ -24,6 +24,7 @@ from holdfast.core.job import DEFAULT_QUEUE, JobView, Lease
 from holdfast.effects.tools import Tools
 from holdfast.engine.port import Control, Engine
 from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.extras import require
 from holdfast.guard.gate import Gate
 from holdfast.ledger.port import Ledger
 from holdfast.observe.counts import Counts
@@ -168,6 +169,8 @@ class Worker(Listener):
     async def run(self) -> Ended:
         """Work until drained; returns why it ended. Cancelled, it drains in a hurry first."""
         self._check_places()
+        if self._upkeep and self._app.settings.delivers:
+            require("sending webhooks", "httpcore")
         try:
             if not await self._connect():
                 return self._ended
