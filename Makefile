@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers endurance mutants docs fmt dist pins clean
+.PHONY: help demo test test-pythons check bench bench-peers endurance mutants docs fmt dist pins clean
 
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
@@ -44,6 +44,10 @@ test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 
 	trap 'kill $$search 2>/dev/null' EXIT; set -x; \
 	$(PYTEST) -n $(FAULT_WORKERS) --dist worksteal -m '(faults or brokers) and not search' --cov --cov-append --cov-report=term $(ARGS); \
 	others=$$?; wait $$search; searches=$$?; tail -n 100 $(SEARCH_LOG); exit $$((others || searches))
+	@$(BIN)/python -m tools.pythons test
+
+test-pythons: $(STAMP) ## unit and SQLite contract tests from the wheel on Python 3.12 and 3.13, where these are here
+	@$(BIN)/python -m tools.pythons test
 
 check: $(STAMP) ## formatting, lint, types, import directions, what the base loads, spec coverage
 	$(BIN)/ruff format --check $(SOURCES)
@@ -84,5 +88,5 @@ pins: ## requirements/ again from pyproject.toml, with hashes; ARGS=--upgrade fo
 	@tools/pins.sh $(ARGS)
 
 clean: ## remove everything that was built or downloaded
-	rm -rf .venv .venv-demo .servers build dist .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-demo .pythons .servers build dist .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
