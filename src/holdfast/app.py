@@ -29,7 +29,7 @@ from holdfast.core.verdict import OnExhausted
 from holdfast.door import Door
 from holdfast.engine.port import Engine
 from holdfast.errors import DuplicateTask, InvalidOption, NoLedger, PayloadTooLarge, UnknownTask
-from holdfast.extras import require_drivers
+from holdfast.extras import require, require_drivers
 from holdfast.guard.gate import Gate
 from holdfast.guard.guards import Guards
 from holdfast.handle import Job
@@ -92,7 +92,7 @@ class Holdfast:
         """Settings come from the arguments, `HOLDFAST_*` and `holdfast.toml`, or ready-made as `settings`.
 
         `retry` is the policy of tasks that name none of their own. Raises `MissingExtra` for a store whose driver is
-        not installed.
+        not installed, and for tracing without its packages.
         """
         if settings is not None and (url is not None or ledger is not None or overrides):
             raise InvalidOption("give settings, or url and single settings, not both")
@@ -385,6 +385,8 @@ class Holdfast:
 
 def _checked_settings(settings: Settings) -> Settings:
     require_drivers(settings.url, settings.ledger, settings.outbox_url)
+    if settings.tracing:
+        require("tracing", "opentelemetry.trace")
     return settings
 
 

@@ -62,8 +62,9 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _installed(module: str) -> bool:
+    package = module.partition(".")[0]
     try:
-        return find_spec(module) is not None
+        return find_spec(package) is not None and find_spec(module) is not None
     except ModuleNotFoundError:
-        # A package above it is not there.
+        # One between the two is not there.
         return False

@@ -97,12 +97,17 @@ class Worker(Listener):
         max_rss: int | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
     ) -> None:
-        """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself when it gets there."""
+        """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself when it gets there.
+
+        Raises `MissingExtra` if its upkeep is to send webhooks and no HTTP client is installed.
+        """
         if isinstance(queues, str) or not queues or not all(queues):
             raise InvalidOption(f"a worker needs a list of queue names, not {queues!r}")
         for limit, value in (("max_jobs", max_jobs), ("max_rss", max_rss)):
             if value is not None and value < 1:
                 raise InvalidOption(f"{limit} must be 1 or more, got {value!r}")
+        if upkeep and app.settings.delivers:
+            require("sending webhooks", "httpcore")
         self._app = app
         self._queues = tuple(dict.fromkeys(queues))
         self._concurrency = _checked(app.settings.concurrency if concurrency is None else concurrency)
@@ -169,8 +174,6 @@ class Worker(Listener):
     async def run(self) -> Ended:
         """Work until drained; returns why it ended. Cancelled, it drains in a hurry first."""
         self._check_places()
-        if self._upkeep and self._app.settings.delivers:
-            require("sending webhooks", "httpcore")
         try:
             if not await self._connect():
                 return self._ended
