@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         return 0
     wheel = _build_wheel()
     with ThreadPoolExecutor(len(here)) as threads:
-        codes = list(threads.map(lambda one: _test(*one, wheel), here))
+        codes = list(threads.map(lambda one: _test(one[0], one[1], wheel), here))
     return int(any(codes))
 
 
@@ -85,11 +85,10 @@ def _test(release: str, python: Path, wheel: Path) -> int:
     """Run the tests on one release; prints the end of what they say, or all of it if they fail."""
     log = FOLDER / f"{release}.log"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = 0
     with log.open("w") as output:
         for command in _commands(FOLDER / release, python, wheel):
-            code = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False
-            ).returncode
+            code = subprocess.call(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
             if code:
                 break
     text = log.read_text(errors="replace")

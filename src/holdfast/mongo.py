@@ -17,6 +17,11 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from holdfast._platform import unsupported
+
+if (_unsupported := unsupported()) is not None:
+    raise _unsupported
+
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_TENANT
 from holdfast.errors import Unavailable, UsageError

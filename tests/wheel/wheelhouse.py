@@ -9,15 +9,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from email.message import Message
 from email.parser import HeaderParser
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import Final
 
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tools.packages import closure, wheel_metadata
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 #: Written by an installer, not part of a wheel.
@@ -31,43 +30,14 @@ def build(folder: Path) -> Path:
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
     subprocess.run([*command, *options, str(ROOT)], check=True)
     (wheel,) = folder.glob("holdfast-*.whl")
-    for name in sorted(_needed(wheel)):
+    for name in sorted(closure(wheel_metadata(wheel), ["all"]).keys() - {"holdfast"}):
         _pack(distribution(name), folder)
     return wheel
 
 
 def extras_of(wheel: Path) -> list[str]:
     """The extras that the wheel declares."""
-    return _metadata(wheel).get_all("Provides-Extra", [])
-
-
-def _metadata(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return HeaderParser().parsestr(archive.read(name).decode())
-
-
-def _needed(wheel: Path) -> set[str]:
-    """Names of all packages that `holdfast[all]` stands for, those of packages included."""
-    own = _metadata(wheel).get_all("Requires-Dist", [])
-    seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [("holdfast", frozenset({"all"}))]
-    while waiting:
-        name, extras = waiting.pop()
-        if (name, extras) in seen:
-            continue
-        seen.add((name, extras))
-        requires = own if name == "holdfast" else distribution(name).requires or []
-        waiting += _wanted(requires, extras)
-    return {name for name, _ in seen} - {"holdfast"}
-
-
-def _wanted(requires: list[str], extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    for text in requires:
-        requirement = Requirement(text)
-        marker = requirement.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in (*extras, "")):
-            yield canonicalize_name(requirement.name), frozenset(requirement.extras)
+    return wheel_metadata(wheel).get_all("Provides-Extra", [])
 
 
 def _pack(package: Distribution, folder: Path) -> None:

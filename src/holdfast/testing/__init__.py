@@ -3,6 +3,11 @@
 The contract suites need pytest and are imported from `holdfast.testing.contract`, not from here.
 """
 
+from holdfast._platform import unsupported
+
+if (_error := unsupported()) is not None:
+    raise _error
+
 from holdfast.testing.clock import ManualClock
 from holdfast.testing.inline import drain, inline
 
