@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from holdfast.extras import EXTRAS
+from tests.wheel import inside
+from tests.wheel.inside import Plan, Report
 from tests.wheel.wheelhouse import build
 
 BASE: Final = "base"
@@ -52,6 +56,13 @@ class Environment:
             finally:
                 process.kill()
         return subprocess.CompletedProcess(words, process.returncode, out, errors)
+
+    def carry_out(self, plan: Plan, folder: Path) -> Report:
+        """The plan, by `inside.py` in this environment."""
+        (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+        done = self.run(str(Path(inside.__file__)), "plan.json", cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return msgspec.json.decode(done.stdout, type=Report)
 
     def start(self, *words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
         """`python …`, running."""

@@ -29,14 +29,13 @@ def write_app(folder: Path, text: str = APP) -> None:
     (folder / "shop.py").write_text(text)
 
 
-def write_trigger(folder: Path, broker: str, connection: str = "", runtime: str = "{task: add}") -> None:
+def write_trigger(folder: Path, broker: str, runtime: str = "{task: add}") -> None:
     """`shop.py`, and `triggers.yaml` with a trigger on that broker."""
     write_app(folder)
-    connection = connection or TRIGGERS.get(broker, "{}")
     lines = [
         "queue_name: orders",
         "consumer_group: shop",
-        f"adapter: {{type: {broker}, connection: {connection}}}",
+        f"adapter: {{type: {broker}, connection: {TRIGGERS.get(broker, '{}')}}}",
         f"runtime: {runtime}",
     ]
     (folder / "triggers.yaml").write_text("\n".join(lines) + "\n")

@@ -14,8 +14,8 @@ import typer.main
 from holdfast.cli.program import program
 from holdfast.extras import EXTRAS
 from tests.docs.test_examples import README_PRINTS, code_of, printed_by
-from tests.wheel import smoke
 from tests.wheel.environments import ALL, NAMES, PATIENCE_S, Environment, Environments, settings
+from tests.wheel.inside import Plan, commands
 from tests.wheel.programs import TRIGGERS, write_app, write_trigger
 from tests.wheel.wheelhouse import ROOT
 
@@ -26,7 +26,7 @@ TUTORIAL: Final = ROOT / "docs" / "tutorial" / "first-steps.md"
 #: Pages and what their code prints.
 PAGES: Final = {ROOT / "README.md": README_PRINTS, TUTORIAL: printed_by(TUTORIAL)}
 #: The words of every command and group.
-COMMANDS: Final = tuple(smoke.commands(typer.main.get_command(program())))
+COMMANDS: Final = list(commands(typer.main.get_command(program())))
 
 
 def finish_a_job(environment: Environment, folder: Path, **variables: str) -> str:
@@ -46,32 +46,33 @@ def finish_a_job(environment: Environment, folder: Path, **variables: str) -> st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_readme_and_tutorial_work(name: str, environments: Environments, tmp_path: Path) -> None:
-    copies = []
-    for page in PAGES:
-        folder = tmp_path / page.stem
-        folder.mkdir()
-        copies.append(folder / "example.py")
-        copies[-1].write_text(code_of(page))
-    done = environments.get(name).run(str(Path(smoke.__file__)), *map(str, copies), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [" ".join(("holdfast", *path)) for path in COMMANDS]
+def test_help_readme_tutorial_and_a_worker_work(name: str, environments: Environments, tmp_path: Path) -> None:
+    write_app(tmp_path)
+    copies = [tmp_path / page.stem / "example.py" for page in PAGES]
+    for page, copy in zip(PAGES, copies, strict=True):
+        copy.parent.mkdir()
+        copy.write_text(code_of(page))
+    modules = EXTRAS.get(name, ())
+    plan = Plan(modules=list(modules), worker=str(tmp_path), pages=[str(copy) for copy in copies])
+    report = environments.get(name).carry_out(plan, tmp_path)
+    assert [tuple(path) for path in report.commands] == COMMANDS
     assert [(copy.parent / "printed.txt").read_text() for copy in copies] == list(PAGES.values())
+    assert report.submit is not None
+    assert report.worker is not None
+    assert (report.submit.code, report.submit.out.split()[-1:]) == (0, ["42"]), report.submit.errors
+    assert report.worker.code == 0, report.worker.errors
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_worker_finishes_a_job_on_one_file(name: str, environments: Environments, tmp_path: Path) -> None:
-    finish_a_job(environments.get(name), tmp_path, **settings(url="sqlite:///shop.db"))
-
-
-@pytest.mark.parametrize(
-    "command", sorted({path[0] for path in smoke.commands(typer.main.get_command(program())) if path})
-)
-def test_each_command_s_help_works_by_itself(command: str, base: Environment, tmp_path: Path) -> None:
-    """In one process of its own: nothing that another command has loaded helps."""
+@pytest.mark.parametrize("command", ["dev", "worker", "upkeep", "serve", "trigger", "outbox"])
+def test_a_command_s_help_works_by_itself(command: str, base: Environment, tmp_path: Path) -> None:
+    """In a process of its own: nothing that another command has loaded helps."""
     done = base.run("-m", "holdfast", command, "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"holdfast {command} " in done.stdout
+
+
+def test_a_worker_process_finishes_a_job(base: Environment, tmp_path: Path) -> None:
+    finish_a_job(base, tmp_path, **settings(url="sqlite:///shop.db"))
 
 
 def test_the_program_is_on_the_path(base: Environment, tmp_path: Path) -> None:
@@ -145,16 +146,6 @@ def test_a_deployment_on_one_file_is_verified_with_the_wheel_alone(base: Environ
 
 
 # What each extra adds --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_an_extra_brings_the_modules_that_are_required_of_it(
-    extra: str, environments: Environments, tmp_path: Path
-) -> None:
-    names = ", ".join(repr(name) for name in EXTRAS[extra])
-    script = f"import importlib\nfor name in ({names},): importlib.import_module(name)"
-    done = environments.get(extra).run("-c", script, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 def test_all_is_what_the_other_extras_are_together(environments: Environments) -> None:
