@@ -251,6 +251,14 @@ def test_a_single_redis_has_no_replicas_to_wait_for(wishes: list[Wish]) -> None:
     assert "--topology sentinel" in done.stderr
 
 
+def test_elsewhere_than_on_linux_it_says_so(wishes: list[Wish], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = program()
+    monkeypatch.setattr("sys.platform", "darwin")
+    done = CliRunner().invoke(commands, ["chaos"])
+    assert (done.exit_code, wishes) == (ExitCode.USAGE, [])
+    assert "runs on Linux only, not on darwin" in done.stderr
+
+
 def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl", SEED)
     journal.write(IN_DOUBT, 7, note="no answer")

@@ -111,6 +111,8 @@ async def chaos(
     and checked: no accepted job lost, one end each, effects at most once, nothing left in Redis. Exit code 1 if not.
     Starts stores of its own, and touches no others: --url and --namespace say nothing here.
     """
+    if sys.platform != "linux":
+        raise UsageError(f"holdfast chaos runs on Linux only, not on {sys.platform}; run it there, or in a container")
     require("holdfast chaos", "fastapi", "httpx", "uvicorn", "alembic", "asyncpg", "hiredis", "redis")
     from holdfast.chaos.report import document
     from holdfast.chaos.report import markdown as as_markdown
