@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make an environment from nothing: Python's own venv, or uv where that is at hand. Every package is one of requirements/,
-# checked by its hash. Repeatable; keeps an environment that works.
+# Make an environment from nothing, with pip, or uv where that is at hand. Every package is one of requirements/, checked
+# by its hash. Repeatable; keeps an environment that works.
 #
 #   tools/bootstrap.sh dev .venv          holdfast, editable, with everything its tests and tools need
 #   tools/bootstrap.sh base .venv-demo    what `pip install holdfast` brings; holdfast itself is run from src/
@@ -25,30 +25,28 @@ install_debian() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# pip 22.3 and later can install into another environment, which then needs no pip: that saves seconds.
+# pip 22.3 and later installs into another environment, which then needs no pip of its own: that saves seconds.
 has_pip() { "$python" -m pip --python "$python" --version >/dev/null 2>&1; }
 
 make_venv() {
     say "creating $venv with $python"
     rm -rf "$venv"
-    if command -v uv >/dev/null && uv venv --quiet --seed --python "$python" "$venv"; then
-        return
-    fi
-    if [ "$set" = base ] && has_pip; then
+    if [ "$set" = base ] && { command -v uv >/dev/null || has_pip; }; then
         "$python" -m venv --without-pip "$venv"
-        return
+    else
+        "$python" -c 'import ensurepip, venv' 2>/dev/null || install_debian python3-venv
+        "$python" -m venv "$venv"
     fi
-    "$python" -c 'import ensurepip, venv' 2>/dev/null || install_debian python3-venv
-    "$python" -m venv "$venv"
 }
 
 install() {
     if command -v uv >/dev/null; then
         uv pip install --quiet --python "$venv/bin/python" "$@"
-    elif "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --prefer-binary "$@"
+    elif [ "$set" = base ] && has_pip; then
+        # Not compiled: most of its modules are never loaded.
+        "$python" -m pip --python "$venv" install --quiet --disable-pip-version-check --no-compile "$@"
     else
-        "$python" -m pip --python "$venv" install --quiet --disable-pip-version-check --prefer-binary "$@"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
     fi
 }
 
@@ -63,14 +61,9 @@ fi
 recent "$venv/bin/python" || make_venv
 
 say "installing requirements/$set.txt into $venv"
-# The files are closed: each lists all that its packages depend on.
-if [ "$set" = base ]; then
-    # Not compiled: most modules are never loaded there.
-    uv_or_pip=()
-    command -v uv >/dev/null || uv_or_pip=(--no-compile)
-    install --no-deps --require-hashes "${uv_or_pip[@]}" --requirement "requirements/$set.txt"
-else
-    install --no-deps --require-hashes --requirement "requirements/$set.txt"
+# The file is closed: it lists all that its packages depend on.
+install --no-deps --require-hashes --requirement "requirements/$set.txt"
+if [ "$set" = dev ]; then
     # Hashes and an editable project do not go together in one call. Its build tool is among the pinned packages.
     install --no-deps --no-build-isolation --editable .
 fi
