@@ -36,11 +36,6 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def extras_of(wheel: Path) -> list[str]:
-    """The extras that the wheel declares."""
-    return _metadata(wheel).get_all("Provides-Extra", [])
-
-
 def _metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
