@@ -8,6 +8,7 @@ command that installs it. `make check` fails if a module of the base imports one
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -62,9 +63,15 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _installed(module: str) -> bool:
-    package = module.partition(".")[0]
+    return _found(module.partition(".")[0]) and _found(module)
+
+
+def _found(module: str) -> bool:
+    if module in sys.modules:
+        # Of None, an import raises ModuleNotFoundError.
+        return sys.modules[module] is not None
     try:
-        return find_spec(package) is not None and find_spec(module) is not None
+        return find_spec(module) is not None
     except ModuleNotFoundError:
-        # One between the two is not there.
+        # A package above it is not there.
         return False

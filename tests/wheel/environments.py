@@ -29,7 +29,7 @@ ALL: Final = "all"
 #: Every environment that there is.
 NAMES: Final = (BASE, *EXTRAS, ALL)
 #: Python, imports and a slow machine.
-PATIENCE_S: Final = 120
+PATIENCE_S: Final = 300
 
 _PYTHON: Final = f"python{sys.version_info.major}.{sys.version_info.minor}"
 

@@ -35,11 +35,6 @@ def build(folder: Path) -> Path:
     return wheel
 
 
-def extras_of(wheel: Path) -> list[str]:
-    """The extras that the wheel declares."""
-    return wheel_metadata(wheel).get_all("Provides-Extra", [])
-
-
 def _pack(package: Distribution, folder: Path) -> None:
     wheel_file = HeaderParser().parsestr(package.read_text("WHEEL") or "")
     tags = [tag.split("-") for tag in wheel_file.get_all("Tag", [])]
