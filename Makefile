@@ -3,10 +3,11 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers endurance mutants docs fmt clean
+.PHONY: help demo test test-pythons check bench bench-peers endurance mutants docs fmt dist pins clean
 
 BIN   := .venv/bin
 STAMP := .venv/.holdfast-stamp
+DEMO_STAMP := .venv-demo/.holdfast-stamp
 # Hundreds of Python processes start in a test run: none should compile what the one before it has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
@@ -25,12 +26,16 @@ SOURCES := src tests tools examples benchmarks
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-$(STAMP): pyproject.toml constraints.txt tools/bootstrap.sh
-	@tools/bootstrap.sh
+$(STAMP): pyproject.toml requirements/dev.txt tools/bootstrap.sh
+	@tools/bootstrap.sh dev .venv
 	@touch $@
 
-demo: $(STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the way; no server needed
-	@$(BIN)/python examples/demo.py
+$(DEMO_STAMP): requirements/base.txt tools/bootstrap.sh
+	@tools/bootstrap.sh base .venv-demo
+	@touch $@
+
+demo: $(DEMO_STAMP) ## a few hundred jobs on one SQLite file, a worker killed on the way; no server needed
+	@PYTHONPATH=$(CURDIR)/src .venv-demo/bin/python -m holdfast demo
 
 test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 90 %)
 	@$(BIN)/python tools/servers.py ensure
@@ -39,12 +44,18 @@ test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 
 	trap 'kill $$search 2>/dev/null' EXIT; set -x; \
 	$(PYTEST) -n $(FAULT_WORKERS) --dist worksteal -m '(faults or brokers) and not search' --cov --cov-append --cov-report=term $(ARGS); \
 	others=$$?; wait $$search; searches=$$?; tail -n 100 $(SEARCH_LOG); exit $$((others || searches))
+	@$(BIN)/python -m tools.pythons test
 
-check: $(STAMP) ## formatting, lint, types, import directions, spec coverage
+test-pythons: $(STAMP) ## unit and SQLite contract tests from the wheel on Python 3.12 and 3.13, where these are here
+	@$(BIN)/python -m tools.pythons test
+
+check: $(STAMP) ## formatting, lint, types, import directions, what the base loads, spec coverage
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin src
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.check_base_imports
 	$(BIN)/python -m tools.gen_docs --check
 	$(BIN)/python -m tools.check_spec_coverage
 
@@ -71,6 +82,12 @@ fmt: $(STAMP) ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+dist: $(STAMP) ## sdist, wheel, its bill of materials (CycloneDX) and checksums, in dist/
+	@$(BIN)/python -m tools.dist
+
+pins: ## requirements/ again from pyproject.toml, with hashes; ARGS=--upgrade for newer versions
+	@tools/pins.sh $(ARGS)
+
 clean: ## remove everything that was built or downloaded
-	rm -rf .venv .servers build dist .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-demo .pythons .servers build dist .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,7 +39,8 @@ _LOADED: Final = (
     "holdfast.engine.redis.engine",
     "holdfast.engine.sqlite.engine",
     "holdfast.ledger.embedded",
-    "holdfast.ledger.ledgers",
+    "holdfast.ledger.postgres.ledger",
+    "holdfast.ledger.sqlite.ledger",
     "holdfast.worker.worker",
     "holdfast.upkeep",
 )

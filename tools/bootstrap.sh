@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Make .venv from nothing: Python's own venv, or uv where that is at hand; then holdfast itself, editable,
-# with everything pinned by constraints.txt. Repeatable; keeps a .venv that works.
+# Make an environment from nothing, with pip, or uv where that is at hand. Every package is one of requirements/, checked
+# by its hash. Repeatable; keeps an environment that works.
+#
+#   tools/bootstrap.sh dev .venv          holdfast, editable, with everything its tests and tools need
+#   tools/bootstrap.sh base .venv-demo    what `pip install holdfast` brings; holdfast itself is run from src/
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-venv=.venv
+set=$1
+venv=$2
 python=${PYTHON:-$(command -v python3.11 || command -v python3 || true)}
 
 say() { printf '%s\n' "$*" >&2; }
@@ -21,6 +25,31 @@ install_debian() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
+# pip 22.3 and later installs into another environment, which then needs no pip of its own: that saves seconds.
+has_pip() { "$python" -m pip --python "$python" --version >/dev/null 2>&1; }
+
+make_venv() {
+    say "creating $venv with $python"
+    rm -rf "$venv"
+    if [ "$set" = base ] && { command -v uv >/dev/null || has_pip; }; then
+        "$python" -m venv --without-pip "$venv"
+    else
+        "$python" -c 'import ensurepip, venv' 2>/dev/null || install_debian python3-venv
+        "$python" -m venv "$venv"
+    fi
+}
+
+install() {
+    if command -v uv >/dev/null; then
+        uv pip install --quiet --python "$venv/bin/python" "$@"
+    elif [ "$set" = base ] && has_pip; then
+        # Not compiled: most of its modules are never loaded.
+        "$python" -m pip --python "$venv" install --quiet --disable-pip-version-check --no-compile "$@"
+    else
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+    fi
+}
+
 if [ -z "$python" ]; then
     install_debian python3 python3-venv
     python=$(command -v python3)
@@ -29,21 +58,12 @@ if ! recent "$python"; then
     say "holdfast needs Python 3.11 or later; $python is $("$python" --version 2>&1). Set PYTHON=… to another one."
     exit 1
 fi
+recent "$venv/bin/python" || make_venv
 
-if ! recent "$venv/bin/python"; then
-    say "creating $venv with $python"
-    rm -rf "$venv"
-    if command -v uv >/dev/null && uv venv --quiet --seed --python "$python" "$venv"; then
-        :
-    else
-        "$python" -c 'import ensurepip, venv' 2>/dev/null || install_debian python3-venv
-        "$python" -m venv "$venv"
-    fi
-fi
-
-say "installing holdfast and its tools into $venv"
-if command -v uv >/dev/null; then
-    uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt --editable '.[dev]'
-else
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+say "installing requirements/$set.txt into $venv"
+# The file is closed: it lists all that its packages depend on.
+install --no-deps --require-hashes --requirement "requirements/$set.txt"
+if [ "$set" = dev ]; then
+    # Hashes and an editable project do not go together in one call. Its build tool is among the pinned packages.
+    install --no-deps --no-build-isolation --editable .
 fi

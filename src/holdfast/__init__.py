@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from holdfast import errors
+from holdfast._platform import unsupported as _unsupported
 from holdfast._version import __version__
 from holdfast.errors import Fatal, Unavailable
 
@@ -68,6 +69,8 @@ _HOMES = {
 def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if (error := _unsupported()) is not None:
+        raise error
     value = getattr(_importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -90,7 +90,8 @@ class Holdfast(Configurable):
     ) -> None:
         """Settings come from the arguments, `HOLDFAST_*` and `holdfast.toml`, or ready-made as `settings`.
 
-        `retry` is the policy of tasks that name none of their own.
+        `retry` is the policy of tasks that name none of their own. Raises `MissingExtra` for a store whose driver is
+        not installed, and for tracing without its packages.
         """
         if settings is not None and (url is not None or ledger is not None or overrides):
             raise InvalidOption("give settings, or url and single settings, not both")

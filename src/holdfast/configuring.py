@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 from holdfast.clock import Clock
 from holdfast.door import Door
 from holdfast.errors import InvalidOption
+from holdfast.extras import require, require_drivers
 from holdfast.links import Links
 from holdfast.settings import OUTSIDE, Settings, is_in_memory
 from holdfast.submitter import Desk
@@ -32,6 +33,7 @@ class Configurable(ABC):
         self.door = Door()
         #: Set by inline mode, which runs jobs where they are submitted.
         self.inline_desk: Desk | None = None
+        _check_extras(settings)
         self._use(Setup(given, settings, clock, self._make_links(settings)))
 
     @abstractmethod
@@ -78,6 +80,7 @@ class Configurable(ABC):
         former = self._setup
         given = _changed(former.given, overrides)
         settings = Settings.exactly(given)
+        _check_extras(settings)
         self._use(Setup(given, settings, clock or former.clock, self._make_links(settings)))
 
     def _undo(self, former: Setup, *, sound: bool) -> None:
@@ -130,6 +133,13 @@ class Reconfigured(Generic[A]):
             closed = True
         finally:
             self._undo(closed and error is None)
+
+
+def _check_extras(settings: Settings) -> None:
+    """Raise `MissingExtra` for a store whose driver is not installed, and for tracing without its packages."""
+    require_drivers(settings.url, settings.ledger, settings.outbox_url)
+    if settings.tracing:
+        require("tracing", "opentelemetry.trace")
 
 
 def _changed(given: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

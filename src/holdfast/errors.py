@@ -9,7 +9,8 @@
     │   ├─ InvalidOption        a negative delay, an unknown priority, a setting that cannot be
     │   ├─ UnknownJob           no job of that id (or it has expired)
     │   ├─ EffectMismatch       an effect's key belongs to another function, or to other arguments
-    │   └─ NoLedger             people need a ledger: tokens, approvals, dead letters
+    │   ├─ NoLedger             people need a ledger: tokens, approvals, dead letters
+    │   └─ MissingExtra         a package of one of holdfast's extras is not installed; also an ImportError
     ├─ Denied                   a guard says no to a submission
     ├─ GuardFailed              a guard raised, or did not answer in time: nothing passes
     ├─ Unauthorized             no token, or one that is not valid
@@ -149,6 +150,20 @@ class NoLedger(UsageError):
             f"{what} needs a ledger, and this deployment has none; set HOLDFAST_LEDGER to postgresql://… "
             "or sqlite:///ledger.db"
         )
+
+
+class MissingExtra(UsageError, ImportError):
+    """A package that comes with one of holdfast's extras is not installed."""
+
+    code = "MISSING_EXTRA"
+
+    def __init__(self, what: str, packages: tuple[str, ...], extras: tuple[str, ...]) -> None:
+        *others, last = packages
+        listed = f"{', '.join(others)} and {last}" if others else last
+        install = f"pip install 'holdfast[{','.join(extras)}]'"
+        super().__init__(f"{what} needs {listed}, not installed here; run: {install}")
+        self.extras = extras
+        self.install = install
 
 
 class Denied(HoldfastError):

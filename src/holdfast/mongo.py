@@ -17,26 +17,32 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-try:
-    from pymongo import ASCENDING
-    from pymongo.asynchronous.collection import AsyncCollection
-    from pymongo.asynchronous.mongo_client import AsyncMongoClient
-    from pymongo.errors import (
-        AutoReconnect,
-        ConnectionFailure,
-        DuplicateKeyError,
-        NetworkTimeout,
-        NotPrimaryError,
-        ServerSelectionTimeoutError,
-        WaitQueueTimeoutError,
-    )
-except ImportError as exc:
-    raise ImportError("holdfast.mongo needs PyMongo 4.13 or later: pip install 'holdfast[mongo]'") from exc
+from holdfast._platform import unsupported
+
+if (_unsupported := unsupported()) is not None:
+    raise _unsupported
 
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_TENANT
 from holdfast.errors import Unavailable, UsageError
+from holdfast.extras import missing
 from holdfast.worker.context import Context
+
+if (_error := missing("holdfast.mongo", "pymongo.asynchronous")) is not None:
+    raise _error
+
+from pymongo import ASCENDING
+from pymongo.asynchronous.collection import AsyncCollection
+from pymongo.asynchronous.mongo_client import AsyncMongoClient
+from pymongo.errors import (
+    AutoReconnect,
+    ConnectionFailure,
+    DuplicateKeyError,
+    NetworkTimeout,
+    NotPrimaryError,
+    ServerSelectionTimeoutError,
+    WaitQueueTimeoutError,
+)
 
 __all__ = ["UNAVAILABLE", "ResultSink", "upsert_once"]
 

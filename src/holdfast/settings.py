@@ -325,6 +325,11 @@ class Settings(BaseSettings):
         return bool(self.webhooks) or bool(_secret_text(self.webhook_secret))
 
     @property
+    def delivers(self) -> bool:
+        """Whether upkeep sends webhooks: they are used, and there is a ledger to send them from."""
+        return self.tells and (self.embedded or self.ledger is not None)
+
+    @property
     def webhook_exceptions(self) -> Exceptions:
         """Where webhooks may go beside the public internet."""
         return Exceptions.parse(self.webhook_allow)

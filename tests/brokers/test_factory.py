@@ -35,10 +35,10 @@ MISSING = """
 import sys
 sys.modules[sys.argv[2]] = None
 from holdfast.brokers.factory import connection_model
-from holdfast.errors import InvalidOption
+from holdfast.errors import MissingExtra
 try:
     connection_model(sys.argv[1])
-except InvalidOption as exc:
+except MissingExtra as exc:
     print(exc)
 """
 
@@ -79,7 +79,8 @@ def test_a_library_is_loaded_only_for_its_broker(broker_type: str, library: str)
 
 
 @pytest.mark.parametrize(
-    ("broker_type", "library"), [("kafka", "confluent_kafka"), ("rabbitmq", "aio_pika"), ("sqs", "aiobotocore")]
+    ("broker_type", "library"),
+    [("kafka", "confluent_kafka"), ("rabbitmq", "aio_pika"), ("sqs", "aiobotocore"), ("redis", "redis")],
 )
 def test_a_missing_extra_says_what_to_install(broker_type: str, library: str) -> None:
     assert f"pip install 'holdfast[{broker_type}]'" in run(MISSING, broker_type, library)

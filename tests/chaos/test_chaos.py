@@ -29,8 +29,8 @@ from holdfast.cli.exits import ExitCode
 from holdfast.cli.program import program
 from holdfast.clock import SystemClock
 from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.ledgers import SqliteLedger
 from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteStore
 
 SEED: Final = 365
@@ -249,6 +249,14 @@ def test_a_single_redis_has_no_replicas_to_wait_for(wishes: list[Wish]) -> None:
     done = CliRunner().invoke(program(), ["chaos", "--min-replicas", "1"])
     assert (done.exit_code, wishes) == (ExitCode.USAGE, [])
     assert "--topology sentinel" in done.stderr
+
+
+def test_elsewhere_than_on_linux_it_says_so(wishes: list[Wish], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = program()
+    monkeypatch.setattr("sys.platform", "darwin")
+    done = CliRunner().invoke(commands, ["chaos"])
+    assert (done.exit_code, wishes) == (ExitCode.USAGE, [])
+    assert "runs on Linux only, not on darwin" in done.stderr
 
 
 def test_the_journal_keeps_every_line(tmp_path: Path) -> None:

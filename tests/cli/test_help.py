@@ -34,6 +34,7 @@ def calls_in_the_docs() -> dict[str, list[str]]:
 ROOT = typer.main.get_command(program())
 COMMANDS = dict(walk(ROOT, "holdfast"))
 WANTED = {
+    "holdfast demo",
     "holdfast dev",
     "holdfast worker",
     "holdfast upkeep",
@@ -96,6 +97,7 @@ WANTED = {
     "holdfast migrate status",
 }
 READING = WANTED - {
+    "holdfast demo",
     "holdfast dev",
     "holdfast worker",
     "holdfast upkeep",

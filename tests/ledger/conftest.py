@@ -10,9 +10,10 @@ import pytest
 from holdfast.clock import SystemClock
 from holdfast.engine.sqlite.store import Place
 from holdfast.ledger.embedded import EmbeddedLedger
-from holdfast.ledger.ledgers import PostgresLedger, SqliteLedger
+from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
 from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteStore
 
 AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger

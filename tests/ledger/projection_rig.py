@@ -15,10 +15,11 @@ from holdfast.core.job import Event
 from holdfast.core.states import State, event_for
 from holdfast.engine.port import FeedEntry
 from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.ledgers import PostgresLedger, SqliteLedger
 from holdfast.ledger.port import Ledger, Position
+from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
 from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteStore
 
 QUEUE = "default"

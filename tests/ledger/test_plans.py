@@ -17,13 +17,13 @@ from holdfast.core.states import State
 from holdfast.engine.port import FeedEntry
 from holdfast.ledger.deeds import ApprovalFilter, LogFilter
 from holdfast.ledger.keys import JobKey
-from holdfast.ledger.ledgers import PostgresLedger
 from holdfast.ledger.letters import LetterFilter
 from holdfast.ledger.listing import JobFilter
 from holdfast.ledger.outbox_store import Mark
 from holdfast.ledger.outbox_store import Status as OutboxStatus
 from holdfast.ledger.people import ApprovalStatus
 from holdfast.ledger.port import DeadLetter, KeyState, Outcome, Reservation, Step
+from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.retention import PRUNE_JOBS
 from holdfast.ledger.postgres.store import Connection, PostgresStore
 from tests.ledger.projection_rig import Feed, Scribe

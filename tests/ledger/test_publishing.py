@@ -17,12 +17,13 @@ from holdfast.core.states import FINAL, HEARTBEAT_EVENT, State
 from holdfast.engine.sqlite.store import Place
 from holdfast.errors import Fatal, InvalidOption, LedgerUnavailable
 from holdfast.ledger.embedded import EmbeddedLedger
-from holdfast.ledger.ledgers import PostgresLedger, SqliteLedger
 from holdfast.ledger.outbox_store import OutboxEvent, lane_of
 from holdfast.ledger.port import Ledger, Position, PositionMoved
+from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
 from holdfast.ledger.publishing import TEXT_LIMIT, Publishing
 from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteStore
 from holdfast.settings import Settings
 from holdfast.worker.worker import Worker

@@ -17,9 +17,9 @@ from holdfast.clock import SystemClock
 from holdfast.engine.sqlite.store import Place
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
 from holdfast.ledger.keys import JobKey
-from holdfast.ledger.ledgers import PostgresLedger
 from holdfast.ledger.owner import engine_name
 from holdfast.ledger.postgres.guard import guard_for
+from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.news import NOTIFY, payload
 from holdfast.ledger.postgres.store import Address, Connection, PostgresStore, StoreOptions
 from holdfast.ledger.schema import ledger_owner

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from holdfast import Fatal, Holdfast, Retry
 from holdfast.core.job import Envelope, new_job_ids
 from holdfast.core.states import State
-from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.errors import EngineUnavailable, MissingExtra
 from holdfast.observe.tracing import Tracer, tracer_for
 from holdfast.testing import drain
 from tests.observe.support import attributes, receiving
@@ -269,5 +269,5 @@ def test_whether_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_opentelemetry_the_setting_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(InvalidOption, match="pip install 'holdfast\\[tracing\\]'"):
+    with pytest.raises(MissingExtra, match="pip install 'holdfast\\[tracing\\]'"):
         tracer_for(True)

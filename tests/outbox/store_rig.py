@@ -13,10 +13,11 @@ import msgspec
 from holdfast.clock import SystemClock
 from holdfast.engine.sqlite.store import Place
 from holdfast.ledger.embedded import EmbeddedLedger
-from holdfast.ledger.ledgers import PostgresLedger, SqliteLedger
 from holdfast.ledger.outbox_store import OutboxEvent, OutboxStore, Status, lane_of
+from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
 from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteStore
 
 AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger

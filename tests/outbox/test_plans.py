@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from holdfast.ledger.acts.outbox import BATCH_BYTES, STEPS, WINDOW, window_for
-from holdfast.ledger.ledgers import PostgresLedger
 from holdfast.ledger.outbox_store import lane_of
 from holdfast.ledger.postgres import outbox_statements as sql
+from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
 
 pytestmark = pytest.mark.postgres

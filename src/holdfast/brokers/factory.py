@@ -13,21 +13,22 @@ from pydantic import BaseModel, ValidationError
 
 from holdfast.brokers.port import Publisher, QueueAdapter
 from holdfast.errors import InvalidOption
+from holdfast.extras import require
 
 
 class _Broker(NamedTuple):
     module: str
     #: Its classes are `<stem>Connection`, `<stem>Adapter` and `<stem>Publisher`.
     stem: str
-    #: Which of holdfast's extras brings its library; empty: holdfast needs it anyway.
-    extra: str = ""
+    #: The modules of its library, which an extra brings.
+    library: tuple[str, ...] = ()
 
 
 _BROKERS: Final[Mapping[str, _Broker]] = {
-    "kafka": _Broker("holdfast.brokers.kafka", "Kafka", "kafka"),
-    "rabbitmq": _Broker("holdfast.brokers.rabbitmq", "Rabbit", "rabbitmq"),
-    "sqs": _Broker("holdfast.brokers.sqs", "Sqs", "sqs"),
-    "redis": _Broker("holdfast.brokers.redis_streams", "Redis"),
+    "kafka": _Broker("holdfast.brokers.kafka", "Kafka", ("confluent_kafka",)),
+    "rabbitmq": _Broker("holdfast.brokers.rabbitmq", "Rabbit", ("aio_pika", "aiormq", "yarl")),
+    "sqs": _Broker("holdfast.brokers.sqs", "Sqs", ("aiobotocore", "botocore")),
+    "redis": _Broker("holdfast.brokers.redis_streams", "Redis", ("redis",)),
     "memory": _Broker("holdfast.brokers.memory", "Memory"),
 }
 
@@ -39,7 +40,10 @@ DEFAULT_PREFETCH: Final = 100
 
 
 def connection_model(broker_type: str) -> type[BaseModel]:
-    """The model of this broker's `connection`; `InvalidOption` for an unknown broker or a missing extra."""
+    """The model of this broker's `connection`.
+
+    Raises `InvalidOption` for an unknown broker, `MissingExtra` for one whose library is not installed.
+    """
     model: type[BaseModel] = _part(broker_type, "Connection")
     return model
 
@@ -89,16 +93,8 @@ def _part(broker_type: str, part: str) -> Any:
     broker = _BROKERS.get(broker_type)
     if broker is None:
         raise InvalidOption(f"there is no broker type {broker_type!r}; it is one of {', '.join(BROKER_TYPES)}")
-    try:
-        module = import_module(broker.module)
-    except ModuleNotFoundError as exc:
-        if not broker.extra or (exc.name or "").partition(".")[0] == "holdfast":
-            raise
-        raise InvalidOption(
-            f"the broker type {broker_type!r} needs a package that is not installed ({exc.name}): "
-            f"pip install 'holdfast[{broker.extra}]'"
-        ) from exc
-    return getattr(module, broker.stem + part)
+    require(f"the broker type {broker_type!r}", *broker.library)
+    return getattr(import_module(broker.module), broker.stem + part)
 
 
 def _validated(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> BaseModel:

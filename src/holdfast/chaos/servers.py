@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -108,7 +109,9 @@ class ServerProcess:
     def pause(self) -> None:
         """SIGSTOP: it still accepts connections, but answers nothing."""
         os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+        # macOS has it since Python 3.13 only.
+        if sys.platform == "linux":
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
         self._paused = True
 
     def resume(self) -> None:

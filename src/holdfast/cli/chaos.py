@@ -24,12 +24,12 @@ from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.exits import ExitCode
 from holdfast.cli.output import emit_json, emit_rows, note
 from holdfast.errors import UsageError
+from holdfast.extras import require
 
 if TYPE_CHECKING:
     from holdfast.chaos.report import Report
     from holdfast.chaos.run import Progress
 
-_EXTRA: Final = "holdfast chaos drives the HTTP service and needs further packages: pip install 'holdfast[http]'"
 #: Defects that are shown; all are counted.
 _SHOWN: Final = 30
 _JOBS: Final = 2_000
@@ -111,12 +111,13 @@ async def chaos(
     and checked: no accepted job lost, one end each, effects at most once, nothing left in Redis. Exit code 1 if not.
     Starts stores of its own, and touches no others: --url and --namespace say nothing here.
     """
-    try:
-        from holdfast.chaos.report import document
-        from holdfast.chaos.report import markdown as as_markdown
-        from holdfast.chaos.run import Wish, run
-    except ImportError as exc:
-        raise UsageError(_EXTRA) from exc
+    if sys.platform != "linux":
+        raise UsageError(f"holdfast chaos runs on Linux only, not on {sys.platform}; run it there, or in a container")
+    require("holdfast chaos", "fastapi", "httpx", "uvicorn", "alembic", "asyncpg", "hiredis", "redis")
+    from holdfast.chaos.report import document
+    from holdfast.chaos.report import markdown as as_markdown
+    from holdfast.chaos.run import Wish, run
+
     wish = Wish(
         seed=secrets.randbelow(2**31) if seed is None else seed,
         jobs=jobs or (_LONG_JOBS if long else _JOBS),

@@ -26,6 +26,7 @@ from holdfast.clock import SystemClock
 from holdfast.engine.factory import build_engine, sqlite_path
 from holdfast.engine.port import Engine
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.extras import require_drivers
 from holdfast.settings import Settings
 
 _SHARED: Final = "Shared options"
@@ -73,8 +74,10 @@ class Connection:
     namespace: str | None
 
     def settings(self) -> Settings:
-        """Settings with what was given here on top."""
-        return Settings.load(url=self.url, namespace=self.namespace)
+        """Settings with what was given here on top. Raises `MissingExtra` for a store whose driver is not installed."""
+        settings = Settings.load(url=self.url, namespace=self.namespace)
+        require_drivers(settings.url, settings.ledger)
+        return settings
 
     def app(self, reference: str) -> Holdfast:
         """The user's app, on the engine that was named here, else on its own."""

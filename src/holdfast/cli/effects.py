@@ -20,6 +20,7 @@ from holdfast.core.person import Person, Right
 from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.engine.port import Engine
 from holdfast.errors import InvalidOption, NoLedger, UsageError
+from holdfast.extras import require_drivers
 from holdfast.ledger.people import Action
 from holdfast.ledger.port import KeyState, Ledger, Outcome
 
@@ -164,9 +165,10 @@ async def create_table(at: Connection, database: Database, as_json: AsJson = Fal
     driver = scheme if scheme in drivers.values() else drivers.get(scheme)
     if driver is None:
         raise UsageError(f"--database: PostgreSQL or SQLite only (postgresql://… or sqlite:///…), not {scheme!r}")
+    require_drivers(database)
     try:
         engine = create_async_engine(f"{driver}://{rest}")
-    except (ArgumentError, ImportError) as exc:
+    except ArgumentError as exc:
         raise UsageError(f"--database: {exc}") from exc
     try:
         await create_keys_table(engine)

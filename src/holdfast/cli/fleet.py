@@ -15,6 +15,7 @@ from holdfast.app import Holdfast
 from holdfast.cli.command import Connection
 from holdfast.cli.redact import redact
 from holdfast.cli.signals import on_signals
+from holdfast.extras import require
 from holdfast.worker.supervisor import Supervisor
 
 _log: Final = logging.getLogger("holdfast.cli")
@@ -60,7 +61,9 @@ class WorkerCall:
 
 
 async def supervise(app: Holdfast, call: WorkerCall, processes: int) -> None:
-    """Run them until told to stop. An app or engine that is not there is told here, once."""
+    """Run them until told to stop. An app, an engine or an extra that is not there is reported here, once."""
+    if call.upkeep and app.settings.delivers:
+        require("sending webhooks", "httpcore")
     await app.open()
     await app.close()
     supervisor = Supervisor(call.words, processes, app.settings.drain_grace_s)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from holdfast.app import Holdfast
-from holdfast.errors import UsageError
+from holdfast.errors import MissingExtra, UsageError
 
 
 def load_app(reference: str) -> Holdfast:
@@ -50,6 +50,9 @@ def _import(reference: str, name: str, root: Path) -> ModuleType:
         sys.path.insert(0, str(root))
     try:
         return importlib.import_module(name)
+    except MissingExtra:
+        # Says already what to install.
+        raise
     except ModuleNotFoundError as exc:
         if exc.name is not None and (name == exc.name or name.startswith(exc.name + ".")):
             raise _cannot(reference, f"there is no module {exc.name!r} in {root} or on the Python path") from exc

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from holdfast._platform import unsupported
 from holdfast._version import __version__
 
 
@@ -12,6 +13,9 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         print(f"holdfast {__version__}")
         return
+    if (error := unsupported()) is not None:
+        print(f"holdfast: {error}", file=sys.stderr)
+        sys.exit(2)
     try:
         from holdfast.cli.program import program
 

@@ -16,6 +16,7 @@ from holdfast._version import __version__
 #: Each command and group, in the order of the help, and the module that declares it: by a `register`, or, a group, as a
 #: `Typer` of that name.
 _HOMES: Final[Mapping[str, str]] = {
+    "demo": "demo",
     "dev": "run",
     "worker": "run",
     "upkeep": "run",

@@ -210,12 +210,12 @@ async def upkeep(
         queues = _queues(holdfast, queue) if app or queue else []
         keeper = Upkeep(holdfast.engine, queues, holdfast.settings, holdfast.ledger_port)
         with staying(keeper.stop):
-            _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
             async with (
                 delivering(holdfast.engine, holdfast.ledger_port, holdfast.settings),
                 relaying(holdfast),
                 metrics(holdfast, metrics_host, metrics_port),
             ):
+                _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
                 await keeper.run()
     _log.info("upkeep ended")
 

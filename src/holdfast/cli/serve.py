@@ -17,11 +17,10 @@ from holdfast.cli.run import Level, LogJson, LogLevel
 from holdfast.cli.staying import staying
 from holdfast.cli.who import local_person
 from holdfast.errors import LedgerUnavailable, NoLedger, UsageError
+from holdfast.extras import require
 from holdfast.offices import Offices
 
 _log: Final = logging.getLogger("holdfast.cli")
-
-_EXTRA: Final = "the HTTP service needs further packages: pip install 'holdfast[http]'"
 
 
 def register(app: typer.Typer) -> None:
@@ -76,11 +75,10 @@ async def serve(
     Everybody needs a token (`holdfast token create`), except with --dev, which prints a link for your browser.
     SIGTERM or Ctrl-C finishes what is on its way; a second signal hurries.
     """
-    try:
-        from holdfast.http import create_api
-        from holdfast.http.server import HttpServer, bind
-    except ImportError as exc:
-        raise UsageError(_EXTRA) from exc
+    require("holdfast serve", "fastapi", "uvicorn")
+    from holdfast.http import create_api
+    from holdfast.http.server import HttpServer, bind
+
     log_to_stderr(log_level, as_json=log_json)
     if dev and not _is_loopback(host):
         raise UsageError(

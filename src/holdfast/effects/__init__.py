@@ -4,6 +4,11 @@ Public here: what a check for an effect in doubt answers (`Done`, `NotDone`), an
 your own (`create_keys_table`).
 """
 
+from holdfast._platform import unsupported
+
+if (_error := unsupported()) is not None:
+    raise _error
+
 from holdfast.effects.effect import Check, Done, InDoubt, NotDone
 from holdfast.effects.keys_table import create_keys_table
 

@@ -7,13 +7,13 @@ waits there while the first one is at work, and gets its result.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 from uuid import uuid4
 
-import asyncpg
 from sqlalchemy import exc as sqlalchemy_errors
 from sqlalchemy import select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -27,14 +27,16 @@ from holdfast.effects.keys_table import HOW_TO
 from holdfast.errors import EffectInDoubt, EffectMismatch, HoldfastError, Unavailable, UsageError
 from holdfast.ledger.schema import idempotency_keys as keys
 
-#: A server that goes away, or takes no connections.
+#: asyncpg's exceptions of a server that goes away, or takes no connections.
 _ASYNCPG_DOWN: Final = (
-    asyncpg.PostgresConnectionError,
-    asyncpg.CannotConnectNowError,
-    asyncpg.AdminShutdownError,
-    asyncpg.CrashShutdownError,
-    asyncpg.TooManyConnectionsError,
+    "PostgresConnectionError",
+    "CannotConnectNowError",
+    "AdminShutdownError",
+    "CrashShutdownError",
+    "TooManyConnectionsError",
 )
+#: asyncpg's exceptions of a connection that cannot be used; from the user's function they may be its own mistake.
+_ASYNCPG_UNUSABLE: Final = ("InterfaceError", "InternalClientError")
 
 #: What was recorded under the key: state, value, function, fingerprint.
 Recorded = tuple[str, str | None, str, str]
@@ -131,12 +133,18 @@ def _translated(error: Exception, *, in_function: bool) -> Exception:
     cause = getattr(driver, "__cause__", None) or driver
     if getattr(cause, "sqlstate", None) == "42P01" or "no such table: idempotency_keys" in str(error):
         return error if in_function else UsageError(HOW_TO)
-    down = isinstance(cause, _ASYNCPG_DOWN)
+    down = _is_of_asyncpg(cause, _ASYNCPG_DOWN)
     if isinstance(error, sqlalchemy_errors.DBAPIError):
         down = down or error.connection_invalidated or isinstance(cause, OSError)
     elif not in_function:
-        down = down or isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError)
+        down = down or isinstance(error, OSError) or _is_of_asyncpg(error, _ASYNCPG_UNUSABLE)
     return Unavailable(f"the database does not answer: {error}") if down else error
+
+
+def _is_of_asyncpg(error: BaseException, names: Sequence[str]) -> bool:
+    # Not imported here: on SQLite it need not be installed, and an exception of asyncpg exists only where it is loaded.
+    asyncpg = sys.modules.get("asyncpg")
+    return asyncpg is not None and isinstance(error, tuple(getattr(asyncpg, name) for name in names))
 
 
 # The databases ----------------------------------------------------------------------------------------

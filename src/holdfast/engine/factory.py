@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 from holdfast.clock import Clock
 from holdfast.engine.port import Engine
 from holdfast.errors import InvalidOption
+from holdfast.extras import require_drivers
 from holdfast.settings import TEMPORARY, Settings
 
 
@@ -14,13 +15,14 @@ def build_engine(settings: Settings, clock: Clock | None = None) -> Engine:
     """The engine that `settings.url` names, not opened yet. On Redis time is the server's, and `clock` unused.
 
     `sqlite:///jobs.db` is relative to the working directory, `sqlite:////var/lib/jobs.db` absolute; `sqlite://` and
-    `sqlite:///:memory:` are a temporary database of this engine alone.
+    `sqlite:///:memory:` are a temporary database of this engine alone. Raises `MissingExtra` without its driver.
     """
     # Imported here: who runs on one store need not have the other's driver.
     if urlsplit(settings.url).scheme == "sqlite":
         from holdfast.engine.sqlite.engine import SqliteEngine
 
         return SqliteEngine(sqlite_path(settings.url), settings.engine_options(), clock, bool(settings.stream_dlq))
+    require_drivers(settings.url)
     from holdfast.engine.redis.engine import RedisEngine
 
     return RedisEngine.from_settings(settings)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-try:
-    import fastapi as _fastapi  # noqa: F401
-except ImportError as exc:
-    raise ImportError("the HTTP service needs further packages: pip install 'holdfast[http]'") from exc
+from holdfast.extras import missing as _missing
+
+if (_error := _missing("the HTTP service", "fastapi", "uvicorn")) is not None:
+    raise _error
 
 from holdfast.http.app import create_api, mount
 

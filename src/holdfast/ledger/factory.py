@@ -10,6 +10,7 @@ from holdfast.clock import Clock, SystemClock
 from holdfast.engine.factory import sqlite_path
 from holdfast.engine.port import Engine
 from holdfast.errors import InvalidOption
+from holdfast.extras import require_drivers
 from holdfast.ledger.owner import engine_name
 from holdfast.settings import Settings
 
@@ -80,8 +81,9 @@ def build_outbox(settings: Settings, ledger: Ledger | None, clock: Clock | None 
 
 
 def _database(settings: Settings, url: str, *, owned: bool = True) -> Ledger:
-    from holdfast.ledger.ledgers import PostgresLedger
+    require_drivers(url)
     from holdfast.ledger.postgres.guard import guard_for
+    from holdfast.ledger.postgres.ledger import PostgresLedger
     from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
 
     options = StoreOptions(
@@ -96,9 +98,9 @@ def _database(settings: Settings, url: str, *, owned: bool = True) -> Ledger:
 
 def _file(settings: Settings, url: str, clock: Clock, *, owned: bool = True) -> Ledger:
     from holdfast.engine.sqlite.store import Place
-    from holdfast.ledger.ledgers import SqliteLedger
     from holdfast.ledger.sqlite.files import prepare_ledger
     from holdfast.ledger.sqlite.guard import guard_for
+    from holdfast.ledger.sqlite.ledger import SqliteLedger
     from holdfast.ledger.sqlite.store import SqliteStore
 
     path = sqlite_path(url)

@@ -1,42 +1,33 @@
 """Brings a ledger's tables up to this release, or back down; all or nothing, and harmless when two do it at once.
 
-PostgreSQL: one transaction under an advisory lock. SQLite: one exclusive transaction. The embedded ledger is part of
-the engine's file, which has versions of its own (`engine.sqlite.upgrade`).
+The embedded ledger is part of the engine's file, which has versions of its own (`engine.sqlite.upgrade`). The tables of
+other ledgers have revisions, which Alembic applies (`ledger.revisions`); it comes with the extra [postgres].
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-from alembic import command
-from alembic.config import Config
-from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, create_engine, event, inspect, text
-from sqlalchemy.pool import NullPool
 
-from holdfast.engine.sqlite.connection import BUSY_TIMEOUT_MS, SCHEMA_VERSION, connect, translate, version_of
+from holdfast.engine.sqlite.connection import SCHEMA_VERSION, connect, translate, version_of
 from holdfast.engine.sqlite.upgrade import upgrade
-from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
-from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
-from holdfast.ledger.sqlite.files import APPLICATION_ID, foreign
-from holdfast.ledger.version import HEAD, READ_VERSION, TABLE
+from holdfast.errors import InvalidOption, LedgerUnavailable
+from holdfast.extras import require
+from holdfast.ledger.version import TABLE
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from holdfast.ledger.postgres.store import PostgresStore
 
 BASE: Final = "base"
 UNKNOWN_VERSION: Final = (
     f"no release of holdfast has had that version, so somebody has changed the table {TABLE}; put the right one back, "
     "or restore the ledger from a backup"
 )
-_SCRIPTS: Final = Path(__file__).parent / "migrations"
-#: Any number will do, as long as all of us take the same one.
-_LOCK: Final = 0x686F6C64
 
 
 class Migration(msgspec.Struct, frozen=True):
@@ -74,139 +65,53 @@ class EngineFile(msgspec.Struct, frozen=True):
     path: Path
 
 
-#: A database, a ledger's own file, or an engine's file.
-Target = PostgresStore | Path | EngineFile
+if TYPE_CHECKING:
+    #: A database, a ledger's own file, or an engine's file.
+    Target = PostgresStore | Path | EngineFile
 
 
 async def up(store: Target, to: str = "head") -> Change:
     """Apply what is missing. Raises `SchemaMismatch` for a ledger of a later release."""
     if isinstance(store, EngineFile):
         return await asyncio.to_thread(_upgrade_engine, store.path)
+    _require_alembic()
+    from holdfast.ledger import revisions
 
-    def work(connection: Connection) -> Change:
-        return _change(connection, name, lambda config: command.upgrade(config, to))
-
-    name = _name(store)
-    return await _run(store, work)
+    return await revisions.up(store, to)
 
 
 async def down(store: Target, to: str = BASE) -> Change:
     """Take migrations back. What only they had room for is lost; `base` drops all of the ledger's tables."""
     if isinstance(store, EngineFile):
         raise InvalidOption(f"the ledger in {store.path} cannot be taken out of the engine's file: they are one")
+    _require_alembic()
+    from holdfast.ledger import revisions
 
-    def work(connection: Connection) -> Change:
-        change = _change(connection, name, lambda config: command.downgrade(config, to))
-        if change.after is None:
-            connection.execute(text(f"DROP TABLE IF EXISTS {TABLE}"))
-        return change
-
-    name = _name(store)
-    return await _run(store, work)
+    return await revisions.down(store, to)
 
 
 async def status(store: Target) -> Status:
     """Looks; changes nothing."""
     if isinstance(store, EngineFile):
         return await asyncio.to_thread(_engine_status, store.path)
-    name = _name(store)
-    if isinstance(store, Path) and not store.exists():
-        found = None
-    else:
-        found = await _run(store, _found, only_look=True)
-    known = _known()
-    pending = [one for one in known.values() if found is None or (found in known and one.version > found)]
-    return Status(name, found, HEAD, pending)
+    _require_alembic()
+    from holdfast.ledger import revisions
+
+    return await revisions.status(store)
 
 
-def _known() -> dict[str, Migration]:
-    """Every migration of this release, in order."""
-    scripts = ScriptDirectory(str(_SCRIPTS)).walk_revisions()
-    return {one.revision: Migration(one.revision, (one.doc or "").rstrip(".")) for one in reversed(list(scripts))}
+def migration_store(url: str) -> PostgresStore:
+    """A store for migrations: a single connection, patient enough for a big table, and no look at the version."""
+    if not url.startswith(("postgresql://", "postgres://")):
+        raise InvalidOption("migrations run on postgresql:// and sqlite:// ledgers")
+    require("migrating a ledger on PostgreSQL", "alembic", "asyncpg")
+    from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
+
+    return PostgresStore(url, StoreOptions(pool_size=1, reply_timeout_s=3_600))
 
 
-def _change(connection: Connection, name: str, run: Callable[[Config], None]) -> Change:
-    before = _found(connection)
-    if before is not None and before > HEAD:
-        raise SchemaMismatch(name, before, HEAD)
-    if before is not None and before not in _known():
-        raise SchemaMismatch(name, before, HEAD, advice=UNKNOWN_VERSION)
-    run(_config(connection))
-    return Change(name, before, _found(connection))
-
-
-def _config(connection: Connection) -> Config:
-    config = Config()
-    # A `%` in a path would be taken for an interpolation.
-    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    return config
-
-
-def _found(connection: Connection) -> str | None:
-    if not inspect(connection).has_table(TABLE):
-        return None
-    row = connection.execute(text(READ_VERSION)).first()
-    return None if row is None else str(row[0])
-
-
-def _name(store: PostgresStore | Path) -> str:
-    return str(store) if isinstance(store, Path) else store.name
-
-
-async def _run(store: PostgresStore | Path, work: Callable[[Connection], T], *, only_look: bool = False) -> T:
-    if isinstance(store, Path):
-        return await asyncio.to_thread(_run_on_file, store, work, only_look)
-    async with store.readers.connect() as connection, connection.begin():
-        if not only_look:
-            # Held until the end of the transaction: the second one waits, then finds nothing to do.
-            await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
-        return await connection.run_sync(work)
-
-
-def _run_on_file(path: Path, work: Callable[[Connection], T], only_look: bool) -> T:
-    engine = create_engine(
-        URL.create("sqlite", database=str(path)), poolclass=NullPool, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000}
-    )
-    event.listen(engine, "connect", _let_us_begin)
-    event.listen(engine, "begin", _begin_to_look if only_look else _begin)
-    try:
-        with engine.begin() as connection:
-            _check_file(connection, path)
-            if not only_look:
-                connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
-            return work(connection)
-    except Exception as exc:
-        cause = getattr(exc, "orig", exc)
-        if isinstance(cause, sqlite3.DatabaseError) and not isinstance(cause, sqlite3.IntegrityError):
-            raise translate(cause, path, LedgerUnavailable) from exc
-        raise
-    finally:
-        engine.dispose()
-
-
-def _let_us_begin(connection: Any, _record: object) -> None:
-    # Else the driver begins and commits where it thinks fit, and DDL is outside of every transaction.
-    connection.isolation_level = None
-
-
-def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _begin_to_look(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN")
-
-
-def _check_file(connection: Connection, path: Path) -> None:
-    """Raises `InvalidOption` for anybody else's file."""
-    tables = connection.exec_driver_sql("SELECT count(*) FROM sqlite_schema").scalar_one()
-    owner = connection.exec_driver_sql("PRAGMA application_id").scalar_one()
-    if owner != APPLICATION_ID and (tables or owner):
-        raise foreign(path, owner)
-
-
-# The engine's file ---------------------------------------------------------------------------------
+def _require_alembic() -> None:
+    require("migrating a ledger with tables of its own", "alembic")
 
 
 def _upgrade_engine(path: Path) -> Change:
@@ -230,10 +135,3 @@ def _engine_version(path: Path) -> str | None:
     except sqlite3.Error as exc:
         raise translate(exc, path, LedgerUnavailable) from exc
     return None if version is None else str(version)
-
-
-def migration_store(url: str) -> PostgresStore:
-    """A store for migrations: a single connection, patient enough for a big table, and no look at the version."""
-    if not url.startswith(("postgresql://", "postgres://")):
-        raise InvalidOption("migrations run on postgresql:// and sqlite:// ledgers")
-    return PostgresStore(url, StoreOptions(pool_size=1, reply_timeout_s=3_600))

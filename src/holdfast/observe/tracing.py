@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast.core.job import Claim, Envelope, Failure
 from holdfast.core.verdict import TARGETS, Answer, Verdict
-from holdfast.errors import InvalidOption
+from holdfast.extras import require
 from holdfast.observe.redact import bounded
 
 if TYPE_CHECKING:
@@ -37,10 +37,9 @@ def tracer_for(wanted: bool | None) -> Tracer | None:
     """The tracer to use: None if tracing is off, or left open while the program has no tracer provider."""
     if wanted is False or (wanted is None and "opentelemetry.trace" not in sys.modules):
         return None
-    try:
-        from opentelemetry import trace
-    except ImportError as exc:
-        raise InvalidOption("tracing needs OpenTelemetry: pip install 'holdfast[tracing]'") from exc
+    require("tracing", "opentelemetry.trace")
+    from opentelemetry import trace
+
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
         if not wanted:
@@ -176,13 +175,12 @@ def _with_trace(envelope: Envelope, traceparent: str, trace_id: str) -> Envelope
 
 def _own_provider() -> TracerProvider:
     """Sends spans by OTLP over HTTP; where to is said by OpenTelemetry's own variables (`OTEL_EXPORTER_OTLP_…`)."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as exc:
-        raise InvalidOption("tracing needs OpenTelemetry: pip install 'holdfast[tracing]'") from exc
+    require("tracing", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: _SCOPE}))

@@ -4,6 +4,11 @@ The fixtures of the pytest plugin are `holdfast_app`, `holdfast_clock` and `hold
 pytest and is imported from `holdfast.testing.contract`, not from here.
 """
 
+from holdfast._platform import unsupported
+
+if (_error := unsupported()) is not None:
+    raise _error
+
 from holdfast.guard.asking import Asked as ApprovalInterrupt
 from holdfast.testing.clock import ManualClock
 from holdfast.testing.contexts import UnitContext, make_context

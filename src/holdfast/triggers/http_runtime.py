@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from holdfast.core.codec import encode_json
 from holdfast.errors import Fatal, InvalidOption
+from holdfast.extras import require
 from holdfast.observe.redact import redact
 from holdfast.triggers.callables import run_id_of
 from holdfast.triggers.envelope import hashed
@@ -64,10 +65,9 @@ class HttpRuntime(Runtime):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`token` is sent as a bearer token. `transport`: for tests."""
-        try:
-            import httpx
-        except ModuleNotFoundError as exc:
-            raise InvalidOption("a runtime over HTTP needs httpx: pip install 'holdfast[http]'") from exc
+        require("a runtime over HTTP", "httpx")
+        import httpx
+
         if urlsplit(url).scheme not in ("http", "https"):
             raise InvalidOption("a runtime's url must begin with http:// or https://")
         logging.getLogger("httpx").addFilter(_redacting)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from holdfast.errors import InvalidOption
+from holdfast.errors import InvalidOption, MissingExtra
 
 
 def load_callable(reference: str) -> Callable[..., Any]:
@@ -45,6 +45,8 @@ def _import(reference: str, name: str, root: Path) -> ModuleType:
         sys.path.insert(0, str(root))
     try:
         return importlib.import_module(name)
+    except MissingExtra:
+        raise
     except ModuleNotFoundError as exc:
         raise _cannot(reference, f"there is no module {exc.name!r}") from exc
     except Exception as exc:

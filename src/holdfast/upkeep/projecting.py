@@ -11,6 +11,7 @@ from typing import Final
 from holdfast.core.backoff import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import HoldfastError, Unavailable
+from holdfast.extras import loop_factory
 from holdfast.ledger.port import Ledger
 from holdfast.own_thread import OwnThread
 from holdfast.upkeep.projector import Projector
@@ -36,7 +37,7 @@ class Projecting:
         self._home = asyncio.get_running_loop()
         self._forked = forked
         self.projector = Projector(engine, ledger, queues, name=name, forked=self._tell)
-        self._thread = OwnThread("holdfast-projector", self._live, _loop_factory())
+        self._thread = OwnThread("holdfast-projector", self._live, loop_factory())
 
     def start(self) -> None:
         """Begin to project."""
@@ -78,11 +79,3 @@ class Projecting:
             self._home.call_soon_threadsafe(self._forked, queue)
         except RuntimeError:
             _log.debug("the worker's loop is closed")
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

@@ -17,16 +17,13 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, Final
 
+import httpcore
+
 from holdfast._version import __version__
 from holdfast.core.webhook import Address, Exceptions, Target, check_address, check_target
 from holdfast.errors import Fatal, InvalidOption
 from holdfast.settings import Settings
 from holdfast.webhooks.signature import sign
-
-try:
-    import httpcore
-except ImportError as exc:
-    raise ImportError("webhooks need an HTTP client: pip install 'holdfast[http]'") from exc
 
 #: Host and port → addresses.
 Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]

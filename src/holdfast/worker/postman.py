@@ -9,17 +9,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.core.retry import Retry
 from holdfast.engine.port import Engine
+from holdfast.extras import require
 from holdfast.ledger.port import Ledger
 from holdfast.settings import Settings
 from holdfast.webhooks.messages import QUEUE, TASK
 from holdfast.webhooks.seal import opened
-from holdfast.webhooks.sending import Resolve, Sender, look_up
 from holdfast.worker.plan import Plan, Policy
 from holdfast.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from holdfast.webhooks.sending import Resolve, Sender
 
 _log: Final = logging.getLogger("holdfast.webhooks")
 
@@ -36,9 +39,13 @@ class Postman:
     """`start`, then `stop`, on one event loop. The engine is the caller's, and open."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, *, name: str = "postman", resolve: Resolve = look_up
+        self, engine: Engine, settings: Settings, *, name: str = "postman", resolve: Resolve | None = None
     ) -> None:
-        self._post = _PostOffice(engine, settings, Sender(settings, resolve))
+        """Raises `MissingExtra` where no HTTP client is installed. `resolve`: the system's resolver if None."""
+        require("sending webhooks", "httpcore")
+        from holdfast.webhooks.sending import Sender, look_up
+
+        self._post = _PostOffice(engine, settings, Sender(settings, resolve or look_up))
         # Somebody else keeps the ledger; the promoter for this queue's retries is its own.
         self._worker = Worker(self._post, [QUEUE], CONCURRENCY, name=name)
         self._running: asyncio.Task[Any] | None = None

@@ -24,6 +24,7 @@ from holdfast.core.job import DEFAULT_QUEUE, JobView, Lease
 from holdfast.effects.tools import Tools
 from holdfast.engine.port import Control, Engine
 from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.extras import require
 from holdfast.guard.gate import Gate
 from holdfast.ledger.port import Ledger
 from holdfast.observe.counts import Counts
@@ -96,12 +97,17 @@ class Worker(Listener):
         max_rss: int | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
     ) -> None:
-        """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself when it gets there."""
+        """`max_jobs` and `max_rss` (bytes) recycle the process: the worker drains itself when it gets there.
+
+        Raises `MissingExtra` if its upkeep is to send webhooks and no HTTP client is installed.
+        """
         if isinstance(queues, str) or not queues or not all(queues):
             raise InvalidOption(f"a worker needs a list of queue names, not {queues!r}")
         for limit, value in (("max_jobs", max_jobs), ("max_rss", max_rss)):
             if value is not None and value < 1:
                 raise InvalidOption(f"{limit} must be 1 or more, got {value!r}")
+        if upkeep and app.settings.delivers:
+            require("sending webhooks", "httpcore")
         self._app = app
         self._queues = tuple(dict.fromkeys(queues))
         self._concurrency = _checked(app.settings.concurrency if concurrency is None else concurrency)

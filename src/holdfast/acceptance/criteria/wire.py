@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.acceptance.model import Criterion, same
-from holdfast.acceptance.redis_side import RedisSide
 from holdfast.acceptance.room import MAIN
 from holdfast.acceptance.stage import PATIENCE_S, Stage
 from holdfast.core.job import Priority, new_job_ids
 from holdfast.core.states import FINAL, State
 from holdfast.handle import Job
+
+if TYPE_CHECKING:
+    from holdfast.acceptance.redis_side import RedisSide
 
 
 async def foreign(stage: Stage) -> str:

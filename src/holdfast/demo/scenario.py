@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import orders
-from demo_check import Expected, check, summary
-from demo_people import Person, approve_a_refund, discard_a_letter
-from demo_workers import Workers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast import Job, State
 from holdfast.core.job import JobView
 from holdfast.core.states import FINAL
+from holdfast.demo import orders
+from holdfast.demo.check import Expected, check, summary
+from holdfast.demo.operators import Person, approve_a_refund, discard_a_letter
+from holdfast.demo.sandbox import run_holdfast
+from holdfast.demo.workers import Workers
 
 #: For slow machines; a stuck one must not hang for ever.
 DEADLINE_S: Final = 120
@@ -43,14 +43,15 @@ async def play(folder: Path) -> int:
             for name in ("red", "blue"):
                 workers.start(f"demo-{name}")
             await all_finished(workers, expected)
-            expected.append(await kill_in_the_middle(workers))
-            await all_finished(workers, expected[-1:])
-            killed = expected[-1].job_id
+            report = await kill_in_the_middle(workers)
+            # Meanwhile its lease runs out, and the other worker begins again.
             expected += await ask_people(workers)
+            await all_finished(workers, [report])
+            expected.append(report)
         results = await check(app.engine, QUEUES, expected)
     console.print(summary(results))
-    await show("the job whose worker was killed", "jobs", "show", killed)
-    await show("the same in plain words", "explain", killed)
+    await show("the job whose worker was killed", "jobs", "show", report.job_id)
+    await show("the same in plain words", "explain", report.job_id)
     await show("and the proof: every story in the ledger is gapless and legal", "verify", "--ledger")
     complaints = [complaint for result in results for complaint in result.complaints] + workers.ended_badly
     for complaint in complaints:
@@ -62,9 +63,8 @@ async def play(folder: Path) -> int:
 
 async def show(what: str, *words: str) -> None:
     """What the ledger says, as anybody would ask for it."""
-    console.print(f"\n{what}: [bold]holdfast {' '.join(words)}[/bold]\n")
-    shown = await asyncio.create_subprocess_exec(sys.executable, "-m", "holdfast", *words)
-    if await shown.wait() != 0:
+    console.print(f"\n{what}: [bold]holdfast {' '.join(words)}[/bold]\n", soft_wrap=True)
+    if await run_holdfast(*words) != 0:
         raise SystemExit(f"holdfast {words[0]} failed")
 
 
@@ -111,7 +111,7 @@ async def kill_in_the_middle(workers: Workers) -> Expected:
 
 async def ask_people(workers: Workers) -> list[Expected]:
     """What machines do not decide alone."""
-    ada, ben = await Person.hire("ada"), await Person.hire("ben")
+    ada, ben = await asyncio.gather(Person.hire("ada"), Person.hire("ben"))
     refund = group("approved by a person", [await approve_a_refund(ada)])
     await all_finished(workers, refund)
     await discard_a_letter(ada, ben)

@@ -1,7 +1,7 @@
 """A small shop: what happens after a customer has ordered.
 
-Run it with `holdfast dev orders.py`, and submit with `holdfast submit` or from code; `demo.py` does it all by
-itself. The engine comes from `HOLDFAST_URL`, else it is `./holdfast.db`.
+`holdfast demo` plays it. Run a worker of your own with `holdfast dev holdfast.demo.orders:app`, and submit with
+`holdfast submit` or from code. The engine comes from `HOLDFAST_URL`, else it is `./holdfast.db`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final, Self
 
-HERE: Final = Path(__file__).resolve().parent
+APP: Final = "holdfast.demo.orders:app"
 DRAINED_WITHIN_S: Final = 40
 
 
@@ -26,7 +26,7 @@ class Workers:
         self.stop()
 
     def start(self, name: str) -> None:
-        command = [sys.executable, "-m", "holdfast", "worker", str(HERE / "orders.py"), "--name", name]
+        command = [sys.executable, "-m", "holdfast", "worker", APP, "--name", name]
         with (self._folder / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

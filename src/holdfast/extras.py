@@ -1,0 +1,77 @@
+"""Extras of the package: which packages each one brings, and the error for a package that is not installed.
+
+The base install runs on SQLite. Every other store, the HTTP service and every broker needs an extra, and its packages
+are imported only where they are used. `require` is called there first, so that a missing package is reported with the
+command that installs it. `make check` fails if a module of the base imports one of these packages when it is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Final
+
+from holdfast.errors import MissingExtra
+
+#: Extra → modules that holdfast imports from its packages.
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "http": ("fastapi", "httpcore", "httpx", "starlette", "uvicorn"),
+    "kafka": ("confluent_kafka",),
+    "mongo": ("pymongo.asynchronous",),
+    "postgres": ("alembic", "asyncpg"),
+    "rabbitmq": ("aio_pika", "aiormq", "yarl"),
+    "redis": ("hiredis", "redis", "uvloop"),
+    "sqs": ("aiobotocore", "botocore"),
+    "tracing": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk", "opentelemetry.trace"),
+}
+_EXTRA_OF: Final = {module: extra for extra, modules in EXTRAS.items() for module in modules}
+#: What a store's driver imports, by the first word of the URL's scheme.
+_DRIVERS: Final = {"redis": "hiredis", "rediss": "hiredis", "postgresql": "asyncpg", "postgres": "asyncpg"}
+
+
+def require(what: str, *modules: str) -> None:
+    """Raise `MissingExtra` unless all of these modules, listed in `EXTRAS`, are installed. Imports none of them."""
+    error = missing(what, *modules)
+    if error is not None:
+        raise error
+
+
+def missing(what: str, *modules: str) -> MissingExtra | None:
+    """The error of `require`, for modules that raise it among their imports; None if nothing is missing."""
+    absent = tuple(module for module in modules if not _installed(module))
+    extras = sorted({_EXTRA_OF[module] for module in absent})
+    return MissingExtra(what, absent, tuple(extras)) if absent else None
+
+
+def require_drivers(*urls: str | None) -> None:
+    """Raise `MissingExtra` unless the drivers of the stores that the URLs name are installed."""
+    schemes = dict.fromkeys(url.partition("://")[0] for url in urls if url is not None)
+    drivers = {scheme: _DRIVERS[kind] for scheme in schemes if (kind := scheme.partition("+")[0]) in _DRIVERS}
+    needing = [f"{scheme}://" for scheme, driver in drivers.items() if not _installed(driver)]
+    require(" and ".join(needing), *dict.fromkeys(drivers.values()))
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """For `asyncio.Runner`: uvloop where it is installed, else asyncio's own loop."""
+    if not _installed("uvloop"):
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = import_module("uvloop").new_event_loop
+    return factory
+
+
+def _installed(module: str) -> bool:
+    return _found(module.partition(".")[0]) and _found(module)
+
+
+def _found(module: str) -> bool:
+    if module in sys.modules:
+        # Of None, an import raises ModuleNotFoundError.
+        return sys.modules[module] is not None
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # A package above it is not there.
+        return False

@@ -1,0 +1,154 @@
+"""Alembic's revisions of a ledger's tables, applied to PostgreSQL or to a ledger's own SQLite file.
+
+PostgreSQL: one transaction under an advisory lock. SQLite: one exclusive transaction. Two callers at once do no harm:
+the second one waits, then finds nothing to do. `ledger.migrate` is the interface; this module needs Alembic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, Connection, create_engine, event, inspect, text
+from sqlalchemy.pool import NullPool
+
+from holdfast.engine.sqlite.connection import BUSY_TIMEOUT_MS, translate
+from holdfast.errors import LedgerUnavailable, SchemaMismatch
+from holdfast.ledger.migrate import UNKNOWN_VERSION, Change, Migration, Status
+from holdfast.ledger.sqlite.files import APPLICATION_ID, foreign
+from holdfast.ledger.version import HEAD, READ_VERSION, TABLE
+
+if TYPE_CHECKING:
+    from holdfast.ledger.postgres.store import PostgresStore
+
+T = TypeVar("T")
+
+_SCRIPTS: Final = Path(__file__).parent / "migrations"
+#: Any number will do, as long as all of us take the same one.
+_LOCK: Final = 0x686F6C64
+
+
+async def up(store: PostgresStore | Path, to: str) -> Change:
+    """Apply what is missing. Raises `SchemaMismatch` for a ledger of a later release."""
+
+    def work(connection: Connection) -> Change:
+        return _change(connection, name, lambda config: command.upgrade(config, to))
+
+    name = _name(store)
+    return await _run(store, work)
+
+
+async def down(store: PostgresStore | Path, to: str) -> Change:
+    """Take revisions back; without any left, their version table is dropped, too."""
+
+    def work(connection: Connection) -> Change:
+        change = _change(connection, name, lambda config: command.downgrade(config, to))
+        if change.after is None:
+            connection.execute(text(f"DROP TABLE IF EXISTS {TABLE}"))
+        return change
+
+    name = _name(store)
+    return await _run(store, work)
+
+
+async def status(store: PostgresStore | Path) -> Status:
+    """Read the version; changes nothing."""
+    name = _name(store)
+    missing = isinstance(store, Path) and not await asyncio.to_thread(store.exists)
+    found = None if missing else await _run(store, _found, only_look=True)
+    known = _known()
+    pending = [one for one in known.values() if found is None or (found in known and one.version > found)]
+    return Status(name, found, HEAD, pending)
+
+
+def _known() -> dict[str, Migration]:
+    """Every migration of this release, in order."""
+    scripts = ScriptDirectory(str(_SCRIPTS)).walk_revisions()
+    return {one.revision: Migration(one.revision, (one.doc or "").rstrip(".")) for one in reversed(list(scripts))}
+
+
+def _change(connection: Connection, name: str, run: Callable[[Config], None]) -> Change:
+    before = _found(connection)
+    if before is not None and before > HEAD:
+        raise SchemaMismatch(name, before, HEAD)
+    if before is not None and before not in _known():
+        raise SchemaMismatch(name, before, HEAD, advice=UNKNOWN_VERSION)
+    run(_config(connection))
+    return Change(name, before, _found(connection))
+
+
+def _config(connection: Connection) -> Config:
+    config = Config()
+    # A `%` in a path would be taken for an interpolation.
+    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _found(connection: Connection) -> str | None:
+    if not inspect(connection).has_table(TABLE):
+        return None
+    row = connection.execute(text(READ_VERSION)).first()
+    return None if row is None else str(row[0])
+
+
+def _name(store: PostgresStore | Path) -> str:
+    return str(store) if isinstance(store, Path) else store.name
+
+
+async def _run(store: PostgresStore | Path, work: Callable[[Connection], T], *, only_look: bool = False) -> T:
+    if isinstance(store, Path):
+        return await asyncio.to_thread(_run_on_file, store, work, only_look)
+    async with store.readers.connect() as connection, connection.begin():
+        if not only_look:
+            # Held until the end of the transaction: the second one waits, then finds nothing to do.
+            await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+        return await connection.run_sync(work)
+
+
+def _run_on_file(path: Path, work: Callable[[Connection], T], only_look: bool) -> T:
+    engine = create_engine(
+        URL.create("sqlite", database=str(path)), poolclass=NullPool, connect_args={"timeout": BUSY_TIMEOUT_MS / 1000}
+    )
+    event.listen(engine, "connect", _let_us_begin)
+    event.listen(engine, "begin", _begin_to_look if only_look else _begin)
+    try:
+        with engine.begin() as connection:
+            _check_file(connection, path)
+            if not only_look:
+                connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+            return work(connection)
+    except Exception as exc:
+        cause = getattr(exc, "orig", exc)
+        if isinstance(cause, sqlite3.DatabaseError) and not isinstance(cause, sqlite3.IntegrityError):
+            raise translate(cause, path, LedgerUnavailable) from exc
+        raise
+    finally:
+        engine.dispose()
+
+
+def _let_us_begin(connection: Any, _record: object) -> None:
+    # Else the driver begins and commits where it thinks fit, and DDL is outside of every transaction.
+    connection.isolation_level = None
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _begin_to_look(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN")
+
+
+def _check_file(connection: Connection, path: Path) -> None:
+    """Raises `InvalidOption` for anybody else's file."""
+    tables = connection.exec_driver_sql("SELECT count(*) FROM sqlite_schema").scalar_one()
+    owner = connection.exec_driver_sql("PRAGMA application_id").scalar_one()
+    if owner != APPLICATION_ID and (tables or owner):
+        raise foreign(path, owner)

@@ -1,0 +1,33 @@
+"""`pip install holdfast && holdfast demo`: in the clean environment of the base install, which is small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.wheel.environments import PATIENCE_S, Environment, settings
+
+pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+
+#: What a base install may take on disk.
+MEGABYTES: Final = 100
+
+
+@pytest.mark.slow
+def test_the_demo_ends_well_and_touches_no_other_store(base: Environment, tmp_path: Path) -> None:
+    (tmp_path / "holdfast.toml").write_text('namespace = "production"\n')
+    others = settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=f"sqlite:///{tmp_path}/ledger.db", token="hf_forged")
+    done = base.run("-m", "holdfast", "demo", cwd=tmp_path, **others)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every job ended exactly as it should" in done.stdout
+    assert "lease lost" in done.stdout
+    assert "WRONG" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["holdfast.toml"]
+
+
+def test_the_base_install_is_small(base: Environment) -> None:
+    sizes = [path.stat().st_size for path in base.packages.rglob("*") if path.is_file()]
+    assert len(sizes) > 1000
+    assert sum(sizes) <= MEGABYTES * 1_000_000

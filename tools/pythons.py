@@ -1,0 +1,114 @@
+"""The unit tests, and the engine's contract suite on SQLite, from the wheel on the other supported releases of Python.
+
+    python -m tools.pythons list     say which are here
+    python -m tools.pythons test     run the tests on them, at the same time
+
+A release that is not here is left out. Environments are kept in .pythons for the next run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+FOLDER: Final = ROOT / ".pythons"
+REQUIREMENTS: Final = ROOT / "requirements" / "test.txt"
+#: Besides 3.11, on which everything runs.
+RELEASES: Final = ("3.12", "3.13")
+#: Where version managers keep interpreters, below the home folder; `*` is the release and more.
+MANAGED: Final = (".pyenv/versions/{}*/bin", ".local/share/uv/python/cpython-{}*/bin")
+#: What these leave out are tests of tools, which run on 3.11 only, and those that need further packages or servers.
+TESTS: Final = (
+    "tests/unit",
+    "tests/contract/test_engine_contract.py",
+    "--ignore-glob=*_tool.py",
+    "--ignore-glob=*/test_servers_*",
+    "--ignore-glob=*/test_benchmark*",
+    "--ignore-glob=*/test_endurance*",
+    "-m",
+    "not redis and not postgres and not brokers and not faults and not search",
+)
+_ASK: Final = "import ensurepip, sys, venv; print(*sys.version_info[:2], sep='.')"
+
+
+def find(release: str) -> Path | None:
+    """An interpreter of this release that works: on PATH, else one of a version manager's."""
+    for candidate in _candidates(release):
+        asked = subprocess.run([candidate, "-c", _ASK], capture_output=True, text=True, check=False)
+        if asked.returncode == 0 and asked.stdout.strip() == release:
+            return candidate
+    return None
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in (["list"], ["test"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    found = {release: find(release) for release in RELEASES}
+    for release, python in found.items():
+        print(f"Python {release}: {python or 'not here'}", flush=True)
+    here = [(release, python) for release, python in found.items() if python is not None]
+    if arguments == ["list"] or not here:
+        return 0
+    wheel = _build_wheel()
+    with ThreadPoolExecutor(len(here)) as threads:
+        codes = list(threads.map(lambda one: _test(one[0], one[1], wheel), here))
+    return int(any(codes))
+
+
+def _candidates(release: str) -> Iterator[Path]:
+    name = f"python{release}"
+    folders = [Path(part) for part in os.environ.get("PATH", "").split(os.pathsep) if part]
+    for pattern in MANAGED:
+        folders += sorted(Path.home().glob(pattern.format(release)), reverse=True)
+    yield from (folder / name for folder in folders if (folder / name).is_file())
+
+
+def _build_wheel() -> Path:
+    folder = FOLDER / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _test(release: str, python: Path, wheel: Path) -> int:
+    """Run the tests on one release; prints the end of what they say, or all of it if they fail."""
+    log = FOLDER / f"{release}.log"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code = 0
+    with log.open("w") as output:
+        for command in _commands(FOLDER / release, python, wheel):
+            code = subprocess.call(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+            if code:
+                break
+    text = log.read_text(errors="replace")
+    print(f"Python {release}:\n{text if code else ''.join(text.splitlines(keepends=True)[-3:])}", flush=True)
+    return code
+
+
+def _commands(folder: Path, python: Path, wheel: Path) -> Iterator[list[str]]:
+    """Make the environment unless it is there, put the wheel into it, run the tests."""
+    own = str(folder / "bin" / "python")
+    pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
+    digest = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    stamp = folder / f"{digest}.stamp"
+    if not stamp.exists():
+        yield [str(python), "-m", "venv", "--clear", str(folder)]
+        yield [*pip, "--require-hashes", "--requirement", str(REQUIREMENTS)]
+        stamp.touch()
+    yield [*pip, "--force-reinstall", str(wheel)]
+    yield [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
