@@ -25,7 +25,7 @@ _ASYNC: Final = (
     "SQLAlchemy's AsyncConnection or AsyncSession, a connection of asyncpg (also out of a pool) or of aiosqlite, "
     "or psycopg's AsyncConnection"
 )
-_SYNC: Final = "sqlite3's Connection, SQLAlchemy's Connection or Session, psycopg's Connection, or Django's connection to a database"
+_SYNC: Final = "a connection of sqlite3, psycopg or Django, or SQLAlchemy's Connection or Session"
 
 
 class Row(msgspec.Struct, frozen=True):
