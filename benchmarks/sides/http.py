@@ -65,9 +65,9 @@ class _Caller:
         """Single jobs; each connection sends its next request once it has the answer."""
         body = msgspec.json.encode({"task": "noop", "payload": {"argument": ARGUMENT}})
         request = self._request("POST", "/api/v1/jobs", body)
-        free: asyncio.Queue[_Line] = asyncio.Queue()
+        free: asyncio.Queue[Line] = asyncio.Queue()
         for _ in range(connections):
-            free.put_nowait(_Line(*await asyncio.open_connection(self._host, self._port)))
+            free.put_nowait(Line(*await asyncio.open_connection(self._host, self._port)))
         took_ms: list[float] = []
 
         async def one() -> None:
@@ -86,7 +86,7 @@ class _Caller:
 
     async def open_streams(self, count: int) -> Answer:
         """Each of a job of its own, that does not end."""
-        line = _Line(*await asyncio.open_connection(self._host, self._port))
+        line = Line(*await asyncio.open_connection(self._host, self._port))
         opened = 0
         for _ in range(count):
             body = msgspec.json.encode({"task": "noop", "payload": {"argument": {}}, "delay_s": 3_600})
@@ -100,7 +100,7 @@ class _Caller:
 
     async def list(self, pages: int) -> Answer:
         """First pages of several lists."""
-        line = _Line(*await asyncio.open_connection(self._host, self._port))
+        line = Line(*await asyncio.open_connection(self._host, self._port))
         took: dict[str, float] = {}
         for query in _LISTS:
             request, times = self._request("GET", f"/api/v1/jobs{query}"), list[float]()
@@ -123,7 +123,7 @@ class _Caller:
         return f"{head}\r\n".encode() + body
 
 
-class _Line:
+class Line:
     """One connection that stays open."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
