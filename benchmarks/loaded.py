@@ -1,8 +1,8 @@
 """Submit to finish over HTTP on a machine without a free core: `python -m benchmarks.loaded --seconds 60 --busy 2`.
 
 Redis, the service with its worker (`--apart`: a worker process besides), a caller of `POST /api/v1/jobs?wait=30`
-at a steady pace, and busy loops. Every step of every job is stamped. From sent to answered the kernel is asked how long
-each process has run and has waited for a core (`/proc/PID/schedstat`), so that the report can tell time that was spent
+at a steady pace, and busy loops. Every step of every job is stamped. From sent to answered the kernel counts how long
+each process has run and has waited for a core (`/proc/PID/schedstat`), so that the report separates time that was spent
 waiting for a core from time that was spent waiting for something else: what no process accounts for. Processes can wait
 at the same time, so the sum may be more than the time that has passed.
 """
@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -29,14 +30,14 @@ import msgspec
 from benchmarks.audit import migrate
 from benchmarks.children import Child
 from benchmarks.model import percentile
-from benchmarks.sides.http import Line
+from benchmarks.sides.http import HttpConnection
 from benchmarks.sides.loaded import NUMBER_HEADER
 from benchmarks.usage import scheduled
 from holdfast.chaos.servers import PostgresServer, RedisServer
 from tools.servers import POSTGRES, REDIS, Server, find
 
 _MODULE: Final = "benchmarks.sides.loaded"
-_STEPS: Final = (
+STEPS: Final = (
     "sent", "received", "submitting", "submitted", "claimed", "started", "settling", "settled", "answered", "got",
 )  # fmt: skip
 #: What is taken as evidence: p95 at most this many times the median.
@@ -92,12 +93,12 @@ class Caller:
         self._host, _, port = url.removeprefix("http://").partition(":")
         self._port = int(port)
         #: Connections at rest, and since when.
-        self._free: list[tuple[float, Line]] = []
-        #: Processes that take part. What a process id tells is the first thread, where the event loop runs.
+        self._free: list[tuple[float, HttpConnection]] = []
+        #: Processes that take part. A process id stands for its first thread, where the event loop runs.
         self._pids = {"caller": os.getpid(), **pids}
 
-    async def ask(self, number: int) -> Request:
-        line = await self._connected()
+    async def send(self, number: int) -> Request:
+        connection = await self._connected()
         body = msgspec.json.encode({"task": "noop", "payload": {"number": str(number)}})
         head = (
             f"POST /api/v1/jobs?wait=30 HTTP/1.1\r\nhost: {self._host}\r\n{NUMBER_HEADER.decode()}: {number}\r\n"
@@ -105,20 +106,20 @@ class Caller:
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         before, sent = self._scheduled(), time.monotonic_ns()
-        await line.ask(head.encode() + body, 200)
+        await connection.ask(head.encode() + body, 200)
         got, after = time.monotonic_ns(), self._scheduled()
-        self._free.append((time.monotonic(), line))
+        self._free.append((time.monotonic(), connection))
         ran, waited = ({name: (after[name][n] - before[name][n]) / 1e6 for name in before} for n in (0, 1))
         return Request(number, {"sent": sent, "got": got}, ran, waited)
 
-    async def _connected(self) -> Line:
+    async def _connected(self) -> HttpConnection:
         while self._free:
-            since, line = self._free.pop()
+            since, connection = self._free.pop()
             # The service closes a connection that rests for longer.
             if time.monotonic() < since + _REST_S:
-                return line
-            line.close()
-        return Line(*await asyncio.open_connection(self._host, self._port))
+                return connection
+            connection.close()
+        return HttpConnection(*await asyncio.open_connection(self._host, self._port))
 
     def _scheduled(self) -> dict[str, tuple[int, int]]:
         return {name: scheduled(pid) for name, pid in self._pids.items()}
@@ -129,12 +130,12 @@ class Caller:
         began = loop.time()
         for index in range(count):
             await asyncio.sleep(began + index / rate - loop.time())
-            tasks.append(asyncio.create_task(self.ask(first + index)))
+            tasks.append(asyncio.create_task(self.send(first + index)))
         return await asyncio.gather(*tasks)
 
     def close(self) -> None:
-        for _, line in self._free:
-            line.close()
+        for _, connection in self._free:
+            connection.close()
 
 
 async def measure(options: Options, scratch: Path) -> list[Request]:
@@ -156,10 +157,10 @@ async def measure(options: Options, scratch: Path) -> list[Request]:
         caller = Caller(server.call("where")["url"], {**pids, "Redis": redis.pid})
         await caller.run(0, _WARM_UP, options.rate)
         with _busy_loops(options.busy, options.seconds + 30):
-            asked = await caller.run(_WARM_UP, options.requests, options.rate)
+            sent = await caller.run(_WARM_UP, options.requests, options.rate)
         caller.close()
         taken = [part.call("taken")["stamps"] for part in parts.values()]
-        return [_merged(request, taken) for request in asked]
+        return [_merged(request, taken) for request in sent]
 
 
 def _merged(request: Request, taken: Sequence[Mapping[str, Mapping[str, int]]]) -> Request:
@@ -208,7 +209,7 @@ def report(requests: Sequence[Request], options: Options) -> bool:
     print(f"{len(totals)} requests at {options.rate:g}/s beside {options.busy} busy loops, submit to finish over HTTP:")
     print(f"  p50 {p50:.1f} ms, p95 {p95:.1f} ms ({p95 / p50:.1f} × p50), p99 {p99:.1f} ms, max {totals[-1]:.1f} ms")
     print("\nstep               p50 ms    p95 ms")
-    for first, last in pairwise(_STEPS):
+    for first, last in pairwise(STEPS):
         gaps = sorted(request.spent_ms(first, last) for request in requests)
         print(f"  → {last:12}  {percentile(gaps, 0.5):8.2f}  {percentile(gaps, 0.95):8.2f}")
     late = [request for request in requests if request.total_ms >= p95]
@@ -216,23 +217,20 @@ def report(requests: Sequence[Request], options: Options) -> bool:
         print(f"\n{name}, mean ms: {_shares(chosen)}")
     print("\nthe slowest, ms since they were sent:")
     for request in sorted(requests, key=lambda request: -request.total_ms)[: options.slowest]:
-        print(f"  {_line(request)}")
+        print(f"  {_trace(request)}")
     return p95 <= SPREAD * p50
 
 
 def _shares(requests: Sequence[Request]) -> str:
-    def mean(value: Callable[[Request], float]) -> float:
-        return sum(map(value, requests)) / len(requests)
-
-    words = [f"{mean(lambda request: request.total_ms):.1f} in all"]
+    words = [f"{fmean(request.total_ms for request in requests):.1f} in all"]
     for name in requests[0].ran_ms:
-        ran, waited = mean(lambda each: each.ran_ms[name]), mean(lambda each: each.waited_ms[name])  # noqa: B023
+        ran, waited = fmean(each.ran_ms[name] for each in requests), fmean(each.waited_ms[name] for each in requests)
         words.append(f"{name} ran {ran:.1f}, waited for a core {waited:.1f}")
-    return f"{'; '.join(words)}; neither {mean(lambda request: request.unexplained_ms):.1f}"
+    return f"{'; '.join(words)}; neither {fmean(request.unexplained_ms for request in requests):.1f}"
 
 
-def _line(request: Request) -> str:
-    words = [f"{step} {request.spent_ms('sent', step):.1f}" for step in _STEPS[1:]]
+def _trace(request: Request) -> str:
+    words = [f"{step} {request.spent_ms('sent', step):.1f}" for step in STEPS[1:]]
     waited = ", ".join(f"{name} {ms:.1f}" for name, ms in request.waited_ms.items())
     return f"{', '.join(words)}; waited for a core: {waited}; neither {request.unexplained_ms:.1f}"
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from benchmarks.sides.channel import Answer, Spec, main, serve
+from benchmarks.sides.http import start
 from holdfast import Holdfast
 from holdfast.http import create_api
 from holdfast.http.server import HttpServer, bind
@@ -96,9 +97,7 @@ async def server(spec: Spec) -> None:
     api = create_api(app, dev=True, worker=spec.flavour == "with worker", upkeep=spec.flavour == "with worker")
     http = HttpServer(api, bind("127.0.0.1", 0))
     http.config.app = _stamped(api, stamps)
-    running = asyncio.create_task(http.run_until_stopped())
-    while not http.started:  # noqa: ASYNC110 - it has no event for this
-        await asyncio.sleep(0.01)
+    running = await start(http)
     _watch(app, stamps)
 
     async def where() -> Answer:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.states import State
-from holdfast.engine.redis.connection import Connection
+from holdfast.engine.redis.connection import Connection, Subscription
 from holdfast.testing.contract.harness import QUEUE, Rig
 from tests.harness import RedisHarness
 from tests.outbox.support import until
@@ -70,19 +70,45 @@ async def test_a_job_that_ends_meanwhile_takes_three(redis_harness: RedisHarness
     assert await redis_harness.redis.hlen(redis_harness.keys(QUEUE).waiters) == 0
 
 
-async def test_a_waiter_that_is_cancelled_leaves_the_others_alone(redis_harness: RedisHarness, rig: Rig) -> None:
+async def test_a_waiter_is_registered_once_its_subscription_is_confirmed(
+    redis_harness: RedisHarness, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that, the end of the job would be published to nobody."""
+    claim = await rig.start_one()
+    confirmed = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(Subscription, "call", lambda *_: confirmed)
+    waiting = asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000))
+    for _ in range(20):
+        await rig.engine.get(QUEUE, [claim.job_id])
+        assert not await is_registered(redis_harness, claim.job_id)
+    confirmed.set_result(None)
+    await until(lambda: is_registered(redis_harness, claim.job_id))
+    waiting.cancel()
+
+
+async def test_a_waiter_that_is_cancelled_leaves_the_subscription_to_the_others(
+    redis_harness: RedisHarness, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = await rig.start_one()
+    confirmed = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(Subscription, "call", lambda *_: confirmed)
+    first, second = (asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000)) for _ in range(2))
+    for _ in range(20):
+        await rig.engine.get(QUEUE, [claim.job_id])
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    confirmed.set_result(None)
+    await until(lambda: is_registered(redis_harness, claim.job_id))
+    second.cancel()
+
+
+async def test_two_waiters_for_one_job_are_both_woken(redis_harness: RedisHarness, rig: Rig) -> None:
     claim = await rig.start_one()
     both = [asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000)) for _ in range(2)]
-    # Before the subscription is confirmed: it is shared.
-    await asyncio.sleep(0)
-    both[0].cancel()
     await until(lambda: is_registered(redis_harness, claim.job_id))
     await rig.succeed(claim)
-    view = await both[1]
-    assert view is not None
-    assert view.state is State.SUCCEEDED
-    with pytest.raises(asyncio.CancelledError):
-        await both[0]
+    assert [view.state for view in await asyncio.gather(*both) if view] == [State.SUCCEEDED] * 2
 
 
 async def test_a_subscription_that_is_lost_is_made_again(redis_harness: RedisHarness, rig: Rig) -> None:

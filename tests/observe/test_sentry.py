@@ -1,4 +1,4 @@
-"""Failures reach Sentry, set up as the how-to says: with the real SDK, in a process of its own, without a network."""
+"""Failures reach Sentry, set up as the how-to says: with the real SDK, in a separate process, without a network."""
 
 from __future__ import annotations
 

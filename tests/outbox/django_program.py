@@ -1,4 +1,4 @@
-"""A Django program, run by `test_django.py` in a process of its own: Django's settings are global and final.
+"""A Django program, run by `test_django.py` in a separate process: Django's settings are global and final.
 
     python -m tests.outbox.django_program DATABASE_URL ENGINE_URL NAMESPACE
 
@@ -17,9 +17,12 @@ from urllib.parse import unquote, urlsplit
 import django
 from asgiref.sync import sync_to_async
 from django.conf import settings
+from django.core.cache import cache
 from django.core.exceptions import SynchronousOnlyOperation
+from django.db import DatabaseError, connection, connections, models, transaction
 
 from holdfast import Holdfast
+from holdfast.errors import HoldfastError
 from holdfast.outbox.writing import Event
 
 
@@ -49,9 +52,6 @@ settings.configure(
     TIME_ZONE="Pacific/Auckland",
 )
 django.setup()
-
-from django.core.cache import cache  # noqa: E402 - Django's settings come first
-from django.db import connection, connections, models, transaction  # noqa: E402
 
 app = Holdfast(sys.argv[2], ledger=None if sys.argv[2].startswith("sqlite:") else DATABASE, namespace=sys.argv[3])
 
@@ -114,7 +114,7 @@ def case_a_nested_block_is_a_savepoint() -> list[str]:
 
 
 def case_another_alias_is_used_by_its_name() -> str:
-    """Also: parameters bound by the server, and the wrapper itself in place of the proxy."""
+    """Also: parameters bound by the server, and the wrapper itself instead of the proxy."""
     chosen = connections["special"]
     with transaction.atomic(using="special"):
         return double.options(connection=chosen).submit_sync(5).id
@@ -134,17 +134,17 @@ def case_autocommit_switched_off_by_hand() -> None:
 def case_an_async_view() -> list[str]:
     """The transaction is in a thread of Django's; the view itself cannot use the connection."""
 
-    def place(number: int) -> str:
+    def order(number: int) -> str:
         with transaction.atomic():
             return double.options(connection=connection).submit_sync(number).id
 
     async def view() -> list[str]:
-        placed = await sync_to_async(place)(6)
+        ordered = await sync_to_async(order)(6)
         try:
             app.outbox.add_sync(connection, "lost", payload=1)
         except SynchronousOnlyOperation as exc:
-            return [placed, type(exc).__name__]
-        return [placed]
+            return [ordered, type(exc).__name__]
+        return [ordered]
 
     return asyncio.run(view())
 
@@ -182,7 +182,7 @@ def case_a_block_that_is_broken_already() -> None:
 def outcome(scenario: Callable[[], Any]) -> Any:
     try:
         return scenario()
-    except Exception as exc:  # noqa: BLE001 - the test looks at it
+    except (HoldfastError, DatabaseError) as exc:
         return f"{type(exc).__name__}: {exc}"
 
 

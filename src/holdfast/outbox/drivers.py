@@ -173,7 +173,7 @@ def _on_psycopg(connection: Any, rows: Sequence[Row]) -> None:
 
 def _is_pipeline(connection: Any) -> bool:
     """Whether statements are sent without waiting for answers. A nested block waits when it begins and when it ends:
-    for the transaction's status, and for the errors of our own statement."""
+    for the transaction's status, and for the errors of this statement."""
     from psycopg.pq import PipelineStatus
 
     return bool(connection.pgconn.pipeline_status != PipelineStatus.OFF)

@@ -23,8 +23,8 @@ from holdfast.errors import EngineUnavailable
 
 _log: Final = logging.getLogger("holdfast.engine.redis")
 
-#: Messages can be lost with a connection: look again this often.
-_LOOK_AGAIN_S: Final = 2.0
+#: Messages can be lost with a connection: the job is read again this often.
+_READ_AGAIN_S: Final = 2.0
 
 
 class _Channel(msgspec.Struct):
@@ -61,7 +61,7 @@ class Answers:
                 if view is None or view.state in FINAL or left <= 0:
                     break
                 try:
-                    async with asyncio.timeout(min(left, _LOOK_AGAIN_S)):
+                    async with asyncio.timeout(min(left, _READ_AGAIN_S)):
                         await ended.wait()
                 except TimeoutError:
                     subscribing = await self._subscribe(channel, ended)
@@ -84,8 +84,8 @@ class Answers:
         try:
             return (await self._readers.get(queue, [job_id], register=True))[0]
         except EngineUnavailable as exc:
-            # Full, or read-only: nothing will be published, but we can still look.
-            _log.debug("waiting for job %s by looking now and then: %s", job_id, exc)
+            # Full, or read-only: nothing will be published, so the job is read now and then.
+            _log.debug("waiting for job %s by polling: %s", job_id, exc)
             return await self._get(queue, job_id)
 
     async def _subscribe(self, channel: bytes, ended: asyncio.Event) -> asyncio.Future[Any]:
