@@ -12,4 +12,5 @@ stages    what is measured: submit, drain, latency, backlog; audited, projector,
 run       rounds, interleaved
 report    tables and JSON; `plot` the picture, `page` figures of the ledger for the docs, `versus` those of the peers
 endurance the long run, a command of its own
+loaded    submit to finish over HTTP beside busy loops, step by step; a separate command
 """

@@ -120,6 +120,10 @@ class Child:
         self.close()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def ended(self) -> bool:
         """Whether it has."""
         return self._process.poll() is not None

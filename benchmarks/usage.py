@@ -49,3 +49,9 @@ def descendants(pid: int) -> list[int]:
         for child in children:
             found += [child, *descendants(child)]
     return found
+
+
+def scheduled(pid: int) -> tuple[int, int]:
+    """How long the first thread of a process has run, and could have run but waited for a core, in ns."""
+    ran_ns, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(ran_ns), int(waited_ns)

@@ -31,9 +31,7 @@ async def server(spec: Spec) -> None:
 
     api = create_api(app, worker=False, upkeep=False)
     http = HttpServer(api, bind("127.0.0.1", 0))
-    running = asyncio.create_task(http.run_until_stopped())
-    while not http.started:  # noqa: ASYNC110 - it has no event for this
-        await asyncio.sleep(0.01)
+    running = await start(http)
     _, token = await api.state.service.offices.tokens.create(_ROOT, name="bench", role=Role.ADMIN, tenants=["*"])
 
     async def where() -> Answer:
@@ -45,6 +43,14 @@ async def server(spec: Spec) -> None:
     await serve({"where": where, "memory": memory})
     http.stop()
     await running
+
+
+async def start(http: HttpServer) -> asyncio.Task[None]:
+    """The server's task, once it serves."""
+    running = asyncio.create_task(http.run_until_stopped())
+    while not http.started:  # noqa: ASYNC110 - it has no event for this
+        await asyncio.sleep(0.01)
+    return running
 
 
 async def caller(spec: Spec) -> None:
@@ -65,9 +71,9 @@ class _Caller:
         """Single jobs; each connection sends its next request once it has the answer."""
         body = msgspec.json.encode({"task": "noop", "payload": {"argument": ARGUMENT}})
         request = self._request("POST", "/api/v1/jobs", body)
-        free: asyncio.Queue[_Line] = asyncio.Queue()
+        free: asyncio.Queue[HttpConnection] = asyncio.Queue()
         for _ in range(connections):
-            free.put_nowait(_Line(*await asyncio.open_connection(self._host, self._port)))
+            free.put_nowait(HttpConnection(*await asyncio.open_connection(self._host, self._port)))
         took_ms: list[float] = []
 
         async def one() -> None:
@@ -86,7 +92,7 @@ class _Caller:
 
     async def open_streams(self, count: int) -> Answer:
         """Each of a job of its own, that does not end."""
-        line = _Line(*await asyncio.open_connection(self._host, self._port))
+        line = HttpConnection(*await asyncio.open_connection(self._host, self._port))
         opened = 0
         for _ in range(count):
             body = msgspec.json.encode({"task": "noop", "payload": {"argument": {}}, "delay_s": 3_600})
@@ -100,7 +106,7 @@ class _Caller:
 
     async def list(self, pages: int) -> Answer:
         """First pages of several lists."""
-        line = _Line(*await asyncio.open_connection(self._host, self._port))
+        line = HttpConnection(*await asyncio.open_connection(self._host, self._port))
         took: dict[str, float] = {}
         for query in _LISTS:
             request, times = self._request("GET", f"/api/v1/jobs{query}"), list[float]()
@@ -123,7 +129,7 @@ class _Caller:
         return f"{head}\r\n".encode() + body
 
 
-class _Line:
+class HttpConnection:
     """One connection that stays open."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

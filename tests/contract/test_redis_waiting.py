@@ -1,89 +1,128 @@
-"""A claim that stands behind a wait on the same connection. On a Cluster it does not: a wait may span its nodes."""
+"""How a caller waits for a job's end on Redis: few round trips, since each of them may have to wait for a core."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
-import redis
 
-from holdfast.core.job import Claim, Priority
-from holdfast.engine.port import Control
-from holdfast.testing.contract.harness import LONG_WAIT_MS, QUEUE, Rig, ids, soon
-from tests.faults.support import eventually
-from tests.harness import RedisHarness, closing
+from holdfast.core.states import State
+from holdfast.engine.redis.connection import Connection, Subscription
+from holdfast.testing.contract.harness import QUEUE, Rig
+from tests.harness import RedisHarness
+from tests.outbox.support import until
 
 pytestmark = pytest.mark.redis
 
 
-@pytest.fixture(params=["redis_url", "redis_62_url", "redis_60_url"], ids=["current", "6.2", "6.0.9"])
-async def harness(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[RedisHarness]:
-    async with closing(RedisHarness(request.getfixturevalue(request.param), namespace)) as harness:
-        yield harness
+@pytest.fixture
+async def rig(redis_harness: RedisHarness) -> Rig:
+    return await Rig.on(redis_harness)
 
 
 @pytest.fixture
-async def rig(harness: RedisHarness) -> Rig:
-    return await Rig.on(harness)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Commands that this process sends and waits for, in order."""
+    sent: list[str] = []
+    real = Connection.call
+
+    def call(self: Connection, *command: Any, blocks_s: float = 0.0) -> asyncio.Future[Any]:
+        sent.append(command[0].decode())
+        return real(self, *command, blocks_s=blocks_s)
+
+    monkeypatch.setattr(Connection, "call", call)
+    return sent
 
 
-async def waiting_for_work(rig: Rig, harness: RedisHarness) -> asyncio.Task[list[Claim]]:
-    """A worker that Redis has put to sleep."""
-    waiting = asyncio.create_task(rig.engine.claim("w1", [QUEUE], 10, LONG_WAIT_MS))
-
-    async def sleeps() -> bool:
-        return bool((await harness.redis.info("clients"))["blocked_clients"])
-
-    await eventually(sleeps, "the worker to sleep")
-    return waiting
+async def is_registered(redis_harness: RedisHarness, job_id: str) -> bool:
+    return bool(await redis_harness.redis.hexists(redis_harness.keys(QUEUE).waiters, job_id))
 
 
-async def test_a_job_is_leased_to_whoever_waits_the_moment_it_comes(harness: RedisHarness, rig: Rig) -> None:
-    """Before the worker has said anything: it cannot, its loop stands still meanwhile."""
-    waiting = await waiting_for_work(rig, harness)
-    keys, group = harness.keys(QUEUE), harness.names.group
-    message = {"task_id": "j1", "type": "print", "payload": "{}"}
-    with redis.Redis.from_url(harness.url) as other:
-        other.xadd(keys.streams[Priority.NORMAL], message)
-        assert other.xpending(keys.streams[Priority.NORMAL], group)["consumers"] == [{"name": b"w1", "pending": 1}]
-    assert ids(await soon(waiting)) == ["j1"]
+async def test_a_job_that_has_ended_takes_one_round_trip(rig: Rig, calls: list[str]) -> None:
+    first, second = await rig.start_one(), await rig.start_one()
+    await rig.succeed(first, second)
+    # Connections are open, and scripts loaded, after the first.
+    await rig.engine.wait_final(QUEUE, first.job_id, 10_000)
+    calls.clear()
+    view = await rig.engine.wait_final(QUEUE, second.job_id, 10_000)
+    assert view is not None
+    assert view.state is State.SUCCEEDED
+    assert [call for call in calls if call != "SUBSCRIBE"] == ["EVALSHA"]
 
 
-async def test_a_wait_that_is_given_up_takes_nothing(harness: RedisHarness, rig: Rig) -> None:
-    waiting = await waiting_for_work(rig, harness)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    job_id = await rig.submit_one()
-    (claim,) = await rig.claim("w2")
-    assert (claim.job_id, claim.lease.deliveries) == (job_id, 1)
-    assert await rig.engine.resume("w1", [QUEUE], ()) == []
+async def test_a_job_that_ends_meanwhile_takes_three(redis_harness: RedisHarness, rig: Rig, calls: list[str]) -> None:
+    before, claim = await rig.start_one(), await rig.start_one()
+    await rig.succeed(before)
+    await rig.engine.wait_final(QUEUE, before.job_id, 10_000)
+    calls.clear()
+    waiting = asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000))
+    await until(lambda: is_registered(redis_harness, claim.job_id))
+    # The subscription is under way while the job is read; the second read registers as well.
+    assert calls == ["SUBSCRIBE", "EVALSHA", "EVALSHA"]
+    calls.clear()
+    await rig.succeed(claim)
+    view = await waiting
+    assert view is not None
+    assert view.state is State.SUCCEEDED
+    # To settle, and to read what came of it; the rig itself asks for the time.
+    assert [call for call in calls if call != "TIME"] == ["EVALSHA", "EVALSHA"]
+    assert await redis_harness.redis.hlen(redis_harness.keys(QUEUE).waiters) == 0
 
 
-async def test_scripts_that_are_flushed_during_a_wait_are_loaded_again(harness: RedisHarness, rig: Rig) -> None:
-    waiting = await waiting_for_work(rig, harness)
-    await harness.redis.script_flush()
-    job_id = await rig.submit_one()
-    assert ids(await soon(waiting)) == [job_id]
-
-
-async def test_a_lane_that_opens_during_a_wait_is_served(harness: RedisHarness, rig: Rig) -> None:
-    """The claim that waits does not name its streams."""
-    waiting = await waiting_for_work(rig, harness)
-    elsewhere = Rig(harness, await harness.make(), QUEUE)
-    job_id = await elsewhere.submit_one(tenant_id="acme")
-    assert ids(await soon(waiting)) == [job_id]
-
-
-async def test_who_waits_for_a_queue_that_was_paused_before_anybody_worked_there_does_not_spin(
-    harness: RedisHarness, rig: Rig
+async def test_a_waiter_is_registered_once_its_subscription_is_confirmed(
+    redis_harness: RedisHarness, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await rig.engine.set_control(QUEUE, Control(paused=True))
-    # The first wait finds no group, and makes it; the second one is ended by the nudge of the pause itself.
-    for _ in range(3):
-        assert await rig.engine.claim("w1", [QUEUE], 10, 20) == []
-    waiting = await waiting_for_work(rig, harness)
-    await rig.engine.set_control(QUEUE, Control())
-    job_id = await rig.submit_one()
-    assert ids(await soon(waiting) or await soon(rig.engine.claim("w1", [QUEUE], 10, LONG_WAIT_MS))) == [job_id]
+    """Before that, the end of the job would be published to nobody."""
+    claim = await rig.start_one()
+    confirmed = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(Subscription, "call", lambda *_: confirmed)
+    waiting = asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000))
+    for _ in range(20):
+        await rig.engine.get(QUEUE, [claim.job_id])
+        assert not await is_registered(redis_harness, claim.job_id)
+    confirmed.set_result(None)
+    await until(lambda: is_registered(redis_harness, claim.job_id))
+    waiting.cancel()
+
+
+async def test_a_waiter_that_is_cancelled_leaves_the_subscription_to_the_others(
+    redis_harness: RedisHarness, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = await rig.start_one()
+    confirmed = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(Subscription, "call", lambda *_: confirmed)
+    first, second = (asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000)) for _ in range(2))
+    for _ in range(20):
+        await rig.engine.get(QUEUE, [claim.job_id])
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    confirmed.set_result(None)
+    await until(lambda: is_registered(redis_harness, claim.job_id))
+    second.cancel()
+
+
+async def test_two_waiters_for_one_job_are_both_woken(redis_harness: RedisHarness, rig: Rig) -> None:
+    claim = await rig.start_one()
+    both = [asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000)) for _ in range(2)]
+    await until(lambda: is_registered(redis_harness, claim.job_id))
+    await rig.succeed(claim)
+    assert [view.state for view in await asyncio.gather(*both) if view] == [State.SUCCEEDED] * 2
+
+
+async def test_a_subscription_that_is_lost_is_made_again(redis_harness: RedisHarness, rig: Rig) -> None:
+    claim = await rig.start_one()
+    waiting = asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000))
+    await until(lambda: is_registered(redis_harness, claim.job_id))
+    engine: Any = rig.engine
+    engine._answers.close()
+    await rig.succeed(claim)
+    view = await waiting
+    assert view is not None
+    assert view.state is State.SUCCEEDED
+
+
+async def test_a_job_that_is_not_there_is_not_waited_for(redis_harness: RedisHarness, rig: Rig) -> None:
+    assert await rig.engine.wait_final(QUEUE, "unknown", 60_000) is None
+    assert await redis_harness.redis.hlen(redis_harness.keys(QUEUE).waiters) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -38,7 +40,7 @@ class FakeSender:
     def __init__(self) -> None:
         self.tries = 0
 
-    async def send(self, url: str, webhook_id: str, body: bytes) -> int:
+    async def send(self, url: str, webhook_id: str, body: bytes, trace: Mapping[str, str]) -> int:
         self.tries += 1
         if self.tries < 3:
             raise Fatal("no")

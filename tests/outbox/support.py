@@ -18,6 +18,8 @@ from holdfast.outbox.relay import Relay
 from holdfast.outbox.targets import Outlet, outlets
 from holdfast.outbox.writing import Event
 from holdfast.settings import Settings
+from holdfast.testing import drain
+from holdfast.upkeep.relaying import relaying
 
 
 async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float = 15) -> None:
@@ -93,3 +95,21 @@ async def transaction(url: str) -> AsyncIterator[Any]:
             yield connection
     finally:
         await connection.close()
+
+
+@asynccontextmanager
+async def run_jobs(app: Holdfast, queues: list[str]) -> AsyncIterator[None]:
+    """A relay, and a worker for these queues."""
+
+    async def run() -> None:
+        while True:
+            await drain(app, queues)
+            await asyncio.sleep(0.02)
+
+    worker = asyncio.create_task(run())
+    try:
+        async with relaying(app):
+            yield
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)

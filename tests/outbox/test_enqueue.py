@@ -33,7 +33,7 @@ from holdfast.outbox.enqueue import envelope_of, row_of
 from holdfast.testing import drain, inline
 from holdfast.upkeep.relaying import Relaying, relaying
 from tests.outbox import support
-from tests.outbox.support import until
+from tests.outbox.support import run_jobs, until
 
 
 @pytest.fixture(params=["embedded", "redis-postgres"])
@@ -81,24 +81,6 @@ async def transaction(app: Holdfast, *, commit: bool = True) -> AsyncIterator[An
         await connection.close()
 
 
-@asynccontextmanager
-async def at_work(app: Holdfast) -> AsyncIterator[None]:
-    """A relay, and somebody who runs what is due."""
-
-    async def run() -> None:
-        while True:
-            await drain(app, ["mail", "other"])
-            await asyncio.sleep(0.02)
-
-    worker = asyncio.create_task(run())
-    try:
-        async with relaying(app):
-            yield
-    finally:
-        worker.cancel()
-        await asyncio.gather(worker, return_exceptions=True)
-
-
 async def only_event(app: Holdfast) -> OutboxEvent:
     assert app.outbox_port is not None
     (event,) = await (await app.outbox_port.open()).find(None)
@@ -109,7 +91,7 @@ async def test_after_the_commit_the_job_runs(app: Holdfast) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
         assert await app.engine.get("mail", [job.id]) == [None], "nothing before the commit"
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         assert await job.result(timeout=20) == 42
     event = await only_event(app)
     assert (event.id, event.destination, event.topic, event.status) == (job.id, HOLDFAST, "mail", Status.SENT)
@@ -120,7 +102,7 @@ async def test_after_the_commit_the_job_runs(app: Holdfast) -> None:
 async def test_after_a_rollback_there_is_none(app: Holdfast) -> None:
     async with transaction(app, commit=False) as connection:
         job = await double(app).options(connection=connection).submit(21)
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         with pytest.raises(UnknownJob):
             await job.result(timeout=5)
         with pytest.raises(UnknownJob):
@@ -137,7 +119,7 @@ async def test_many(app: Holdfast) -> None:
             .submit_many(double(app).options(idempotency_key=f"key {n % 2}").bind(n) for n in range(3))
         )
         one = await app.submit_raw("double", b'{"number": 50}', connection=connection)
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         assert [await job.result(timeout=20) for job in jobs] == [2 * n for n in range(30)]
         assert [await job.result(timeout=20) for job in keyed] == [0, 2, 0]
         assert (keyed[2].id, keyed[2].duplicate) == (keyed[0].id, True)
@@ -174,7 +156,7 @@ async def test_handed_in_twice_it_is_one_job(app: Holdfast) -> None:
     # As a relay does that dies before it could say so.
     await (await app.desk()).submit(envelope_of(await only_event(app)))
     assert await drain(app, ["mail"]) == 1
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         await until(lambda: is_sent(app))
         assert await job.result(timeout=20) == 42
         assert await drain(app, ["mail"]) == 0
@@ -190,7 +172,7 @@ async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Hold
     async with transaction(app) as connection:
         second = await double(app).options(idempotency_key="k", connection=connection).submit(1)
     assert second.id != first.id
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         assert await second.result(timeout=20) == 2
     assert (second.id, second.duplicate) == (first.id, True)
     assert (await only_event(app)).last_error == f"duplicate of job {first.id}"
@@ -229,7 +211,7 @@ async def test_guards_are_asked_at_once(app: Holdfast) -> None:
         with pytest.raises(Denied):
             await task.submit_many([(2,), (3,)])
         job = await task.submit(4)
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         assert await job.result(timeout=20) == 8
 
 
@@ -260,7 +242,7 @@ async def test_an_engine_that_is_away_is_waited_for(app: Holdfast, monkeypatch: 
         assert event.status in (Status.NEW, Status.RETRYING)
         return event.attempt_count >= 3
 
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         await until(tried_often)
         away[0] = False
         assert await job.result(timeout=20) == 42
@@ -280,7 +262,7 @@ async def test_one_that_the_engine_cannot_take_holds_up_no_other(
         return await real(envelopes)
 
     monkeypatch.setattr(app.engine, "submit", submit)
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         for number in (0, 2, 3):
             assert await jobs[number].result(timeout=20) == 2 * number
     assert app.outbox_port is not None
@@ -326,7 +308,7 @@ async def test_what_is_no_job_is_dead(app: Holdfast) -> None:
         job = await double(app).options(connection=connection).submit(21)
         statement = 'UPDATE outbox_events SET payload = \'{"task": ""}\''
         await connection.execute(statement)
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         with pytest.raises(JobFailed, match="OUTBOX_DEAD"):
             await job.result(timeout=20)
     assert (await only_event(app)).status is Status.DEAD
@@ -341,7 +323,7 @@ async def test_a_program_in_another_language(app: Holdfast) -> None:
             "INSERT INTO outbox_events (id, destination, topic, lane, payload, created_at) VALUES "
             f"('from-elsewhere', 'holdfast', 'mail', 7, '{payload}', {now})"
         )
-    async with at_work(app):
+    async with run_jobs(app, ["mail", "other"]):
         await until(lambda: is_there(app, "mail", "from-elsewhere"))
         assert await app.job("from-elsewhere", "mail").result(timeout=20) == 10
 
@@ -361,7 +343,7 @@ async def test_the_outbox_in_a_database_of_its_own(kind: str, request: pytest.Fi
         await app.outbox_port.open()
         async with support.transaction(own) as connection:
             job = await double.options(connection=connection).submit(4)
-        async with at_work(app):
+        async with run_jobs(app, ["mail", "other"]):
             assert await job.result(timeout=20) == 8
             await until(lambda: is_sent(app))
         assert app.ledger_port is not None

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from benchmarks import report
+from benchmarks import loaded, report
 from benchmarks.model import FASTSTREAM, FASTSTREAM_PUSH, OURS_LEDGER, PGQUEUER, Results
 from benchmarks.options import CORE, LEDGER, MESSAGES, RIVALS, SERVICE, parse
 from benchmarks.page import page
@@ -97,3 +97,20 @@ def test_cpu_of_ended_children_is_counted() -> None:
     before = tree_cpu_s(os.getpid())
     subprocess.run([sys.executable, "-c", burn], check=True, cwd=Path(__file__).parent)
     assert tree_cpu_s(os.getpid()) - before > 0.05
+
+
+def test_the_account_of_a_request_on_a_loaded_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = {step: number * 1_000_000 for number, step in enumerate(loaded.STEPS)}
+    slow = {**steps, "answered": 39_000_000, "got": 40_000_000}
+    waited = {"caller": 1.0, "service": 5.0, "Redis": 1.0}
+    requests = [
+        loaded.Request(number, slow if number > 90 else steps, dict.fromkeys(waited, 0.5), waited)
+        for number in range(100)
+    ]
+    options = loaded.Options(seconds=10, rate=10, busy=2, apart=False, ledger=False, slowest=1, out=None)
+    assert (requests[0].total_ms, requests[0].unexplained_ms, requests[-1].unexplained_ms) == (9.0, 0.5, 31.5)
+    assert not loaded.report(requests, options)
+    assert loaded.report(requests[:90], options)
+    printed = capsys.readouterr().out
+    assert "p50 9.0 ms, p95 40.0 ms (4.4 × p50)" in printed
+    assert "service ran 0.5, waited for a core 5.0" in printed

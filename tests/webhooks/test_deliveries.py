@@ -10,57 +10,18 @@ from typing import Any
 
 import pytest
 
-from holdfast import Fatal, Holdfast
+from holdfast import Holdfast
 from holdfast.core.states import State
 from holdfast.core.webhook import SUBSCRIBERS
 from holdfast.errors import InvalidOption, JobFailed, LedgerUnavailable, NoLedger
-from holdfast.ledger.listing import JobFilter
 from holdfast.ledger.people import Action
 from holdfast.upkeep.bookkeeping import Bookkeeping
 from holdfast.upkeep.courier import Courier
 from holdfast.webhooks import verify
-from holdfast.webhooks.messages import QUEUE, TASK
+from holdfast.webhooks.messages import TASK
 from tests.webhooks.receiver import OTHER_SECRET, SECRET, Receiver, is_signed, receiving, status
+from tests.webhooks.support import deliveries, make_app
 from tests.worker.support import eventually, working
-
-
-@pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
-    async with receiving() as receiver:
-        yield receiver
-
-
-@pytest.fixture(params=["embedded", "redis+postgres", "redis+sqlite"])
-def stores(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> dict[str, Any]:
-    if request.param == "embedded":
-        return {"url": f"sqlite:///{tmp_path / 'holdfast.db'}"}
-    url: str = request.getfixturevalue("redis_url")
-    kept = request.getfixturevalue("postgres_url") if "postgres" in request.param else f"sqlite:///{tmp_path / 'l.db'}"
-    return {"url": url, "ledger": kept, "namespace": namespace}
-
-
-def make_app(stores: dict[str, Any], **settings: Any) -> Holdfast:
-    given: dict[str, Any] = {
-        "webhook_secret": SECRET,
-        "webhook_allow": ["127.0.0.1"],
-        "webhook_backoff_s": 0.05,
-    } | settings
-    app = Holdfast(**stores, **given)
-
-    @app.task
-    async def add(a: int, b: int) -> int:
-        return a + b
-
-    @app.task
-    async def fail(words: str) -> None:
-        raise Fatal(words)
-
-    return app
-
-
-async def deliveries(app: Holdfast, state: State | None = None) -> list[Any]:
-    wanted = JobFilter(queues=frozenset({QUEUE}), states=frozenset({state} if state else ()))
-    return list((await app.ledger.queries.jobs(wanted, limit=100)).jobs)
 
 
 async def test_the_end_of_a_job_is_told(stores: dict[str, Any], receiver: Receiver) -> None:

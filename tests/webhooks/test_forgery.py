@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -15,17 +14,11 @@ from holdfast.core.states import State
 from holdfast.ledger.letters import LetterFilter
 from holdfast.offices import Offices
 from holdfast.webhooks.messages import QUEUE, TASK
-from tests.webhooks.receiver import SECRET, Receiver, receiving, status
-from tests.webhooks.test_deliveries import deliveries, make_app
+from tests.webhooks.receiver import SECRET, Receiver, status
+from tests.webhooks.support import deliveries, make_app
 from tests.worker.support import eventually, working
 
 EVE = Person(name="eve", role=Role.OPERATOR, tenants=frozenset({"acme"}))
-
-
-@pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
-    async with receiving() as receiver:
-        yield receiver
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from ipaddress import ip_address
 
 import pytest
@@ -34,12 +34,6 @@ class Names:
     async def __call__(self, host: str, port: int) -> Sequence[Address]:
         self.asked.append(host)
         return [ip_address(text) for text in self.answers.pop(0)]
-
-
-@pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
-    async with receiving() as receiver:
-        yield receiver
 
 
 async def test_a_delivery_is_signed_and_taken(receiver: Receiver) -> None:

@@ -11,13 +11,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
 import msgspec
-from sqlalchemy import Select, or_, select
+from sqlalchemy import Select, and_, or_, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from holdfast.core.states import State
 from holdfast.errors import LedgerUnavailable
+from holdfast.ledger.folding import meta_of
 from holdfast.ledger.keys import JobKey
 from holdfast.ledger.people import ApprovalStatus
 from holdfast.ledger.schema import approvals, jobs, operator_events
@@ -26,6 +27,11 @@ from holdfast.ledger.schema import approvals, jobs, operator_events
 NEWS_AGE: Final = timedelta(days=1)
 
 ALERT_PREFIX: Final = "alert."
+
+#: The job that an approval is about.
+_OF_JOB: Final = and_(
+    jobs.c.tenant_id == approvals.c.tenant_id, jobs.c.job_id == approvals.c.job_id, jobs.c.queue == approvals.c.queue
+)
 
 
 class EndedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +54,8 @@ class EndedJob(msgspec.Struct, frozen=True, kw_only=True):
     webhook: str
     created_at: datetime
     finished_at: datetime
+    #: W3C trace context of its submission; empty if it was not traced.
+    traceparent: str
 
 
 class ApprovalNews(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +80,9 @@ class ApprovalNews(msgspec.Struct, frozen=True, kw_only=True):
     decided_by: str | None
     decided_at: datetime | None
     decision_reason: str | None
+    #: Of the job; empty if the ledger no longer has it.
+    trace_id: str
+    traceparent: str
 
 
 class AlertNews(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +129,8 @@ class Telling:
         """Approvals that were asked for or decided lately."""
         since = datetime.now(UTC) - NEWS_AGE
         query = (
-            select(approvals)
+            select(approvals, jobs.c.trace_id, jobs.c.meta)
+            .outerjoin(jobs, _OF_JOB)
             .where(
                 or_(approvals.c.told.is_(None), approvals.c.told != approvals.c.status),
                 or_(approvals.c.requested_at > since, approvals.c.decided_at > since),
@@ -126,7 +138,7 @@ class Telling:
             .order_by(approvals.c.tenant_id, approvals.c.requested_at)
             .limit(limit)
         )
-        return [msgspec.convert(row, ApprovalNews) for row in await self._rows(query)]
+        return [_approval(row) for row in await self._rows(query)]
 
     async def alerts(self, limit: int) -> list[AlertNews]:
         """Alerts of late."""
@@ -154,4 +166,20 @@ class Telling:
 
 def _ended(row: dict[str, Any]) -> EndedJob:
     key = JobKey(row["tenant_id"], row["queue"], row["job_id"])
-    return msgspec.convert({**row, "key": key}, EndedJob)
+    return msgspec.convert({**row, "key": key, "traceparent": _traceparent(row)}, EndedJob)
+
+
+def _approval(row: dict[str, Any]) -> ApprovalNews:
+    trace = {"trace_id": row["trace_id"] or "", "traceparent": _traceparent(row)}
+    return msgspec.convert(row | trace, ApprovalNews)
+
+
+def _traceparent(row: dict[str, Any]) -> str:
+    meta: str = row["meta"] or ""
+    # Most have none, and need not be read.
+    if '"traceparent"' not in meta:
+        return ""
+    try:
+        return meta_of(meta).traceparent
+    except msgspec.MsgspecError:
+        return ""

@@ -112,6 +112,12 @@ class Tracer:
         )
         return RunTrace(self, span)
 
+    def headers(self) -> dict[str, str]:
+        """The W3C trace context of the current span, for a request to another service."""
+        carrier: dict[str, str] = {}
+        self._carry.inject(carrier)
+        return carrier
+
     def fail(self, span: Span, failure: Failure) -> None:
         """What went wrong, without secrets: failures have been looked through already."""
         details = {"exception.type": failure.type or failure.code, "exception.message": failure.message}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -21,9 +22,10 @@ HOW_TO: Final = (
 )
 
 _ASYNC: Final = (
-    "SQLAlchemy's AsyncConnection or AsyncSession, a connection of asyncpg (also out of a pool) or of aiosqlite"
+    "SQLAlchemy's AsyncConnection or AsyncSession, a connection of asyncpg (also out of a pool) or of aiosqlite, "
+    "or psycopg's AsyncConnection"
 )
-_SYNC: Final = "sqlite3's Connection, or SQLAlchemy's Connection or Session"
+_SYNC: Final = "a connection of sqlite3, psycopg or Django, or SQLAlchemy's Connection or Session"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -44,6 +46,10 @@ _INSERT: Final = f"INSERT INTO outbox_events ({', '.join(_COLUMNS)}, created_at)
 _ON_POSTGRES: Final = (
     f"{_INSERT} ({', '.join(f'${number}' for number in range(1, len(_COLUMNS) + 1))}, clock_timestamp())"
 )
+#: As psycopg and Django write it. Values are bound by the driver.
+_PLACEHOLDERS: Final = ", ".join(["%s"] * len(_COLUMNS))
+_ON_PSYCOPG: Final = f"{_INSERT} ({_PLACEHOLDERS}, clock_timestamp())"
+_ON_DJANGO_SQLITE: Final = f"{_INSERT} ({_PLACEHOLDERS}, %s)"
 _ON_SQLITE: Final = f"{_INSERT} ({', '.join('?' * len(_COLUMNS))}, ?)"
 
 
@@ -137,6 +143,71 @@ async def _on_asyncpg(connection: Any, rows: Sequence[Row]) -> None:
         await connection.executemany(_ON_POSTGRES, [msgspec.structs.astuple(row) for row in rows])
 
 
+# psycopg 3 -------------------------------------------------------------------------------------------
+
+
+async def _on_async_psycopg(connection: Any, rows: Sequence[Row]) -> None:
+    from psycopg import AsyncCursor
+
+    async with connection.pipeline() if _is_pipeline(connection) else nullcontext():
+        _check_psycopg(connection, "async with connection.transaction():")
+        # Not the connection's cursor factory: a RawCursor, for example, has other placeholders.
+        async with AsyncCursor(connection) as cursor:
+            if len(rows) == 1:
+                await cursor.execute(_ON_PSYCOPG, msgspec.structs.astuple(rows[0]))
+            else:
+                await cursor.executemany(_ON_PSYCOPG, [msgspec.structs.astuple(row) for row in rows])
+
+
+def _on_psycopg(connection: Any, rows: Sequence[Row]) -> None:
+    from psycopg import Cursor
+
+    with connection.pipeline() if _is_pipeline(connection) else nullcontext():
+        _check_psycopg(connection, "with connection.transaction():")
+        with Cursor(connection) as cursor:
+            if len(rows) == 1:
+                cursor.execute(_ON_PSYCOPG, msgspec.structs.astuple(rows[0]))
+            else:
+                cursor.executemany(_ON_PSYCOPG, [msgspec.structs.astuple(row) for row in rows])
+
+
+def _is_pipeline(connection: Any) -> bool:
+    """Whether statements are sent without waiting for answers. A nested block waits when it begins and when it ends:
+    for the transaction's status, and for the errors of this statement."""
+    from psycopg.pq import PipelineStatus
+
+    return bool(connection.pgconn.pipeline_status != PipelineStatus.OFF)
+
+
+def _check_psycopg(connection: Any, advice: str) -> None:
+    from psycopg.pq import TransactionStatus
+
+    # "Active" is a statement of another thread; whether in a transaction, libpq does not say.
+    outside = (TransactionStatus.IDLE, TransactionStatus.ACTIVE)
+    if connection.autocommit and connection.info.transaction_status in outside:
+        raise _commits_by_itself(f"open one: `{advice}`")
+
+
+# Django ----------------------------------------------------------------------------------------------
+
+
+def _on_django(connection: Any, rows: Sequence[Row]) -> None:
+    match getattr(connection, "vendor", None):
+        case "postgresql":
+            statement, values = _ON_PSYCOPG, [msgspec.structs.astuple(row) for row in rows]
+        case "sqlite":
+            statement, values = _ON_DJANGO_SQLITE, _sqlite_values(rows)
+        case None:
+            # Django's proxy for a cache is of the same class.
+            raise _unfit(connection, wanted=_SYNC, other={}, instead="")
+        case other:
+            raise UsageError(f"the outbox is for PostgreSQL and SQLite, not for {other}")
+    if not connection.in_atomic_block and connection.get_autocommit():
+        raise _commits_by_itself("open one: `with transaction.atomic():`")
+    with connection.cursor() as cursor:
+        cursor.executemany(statement, values)
+
+
 # SQLite ----------------------------------------------------------------------------------------------
 
 
@@ -170,12 +241,17 @@ _ASYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[Row]], Await
     ("asyncpg", "Connection"): _on_asyncpg,
     ("asyncpg", "PoolConnectionProxy"): _on_asyncpg,
     ("aiosqlite", "Connection"): _on_aiosqlite,
+    ("psycopg", "AsyncConnection"): _on_async_psycopg,
 }
 _SYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[Row]], None]]] = {
     ("sqlite3", "Connection"): _on_sqlite,
     ("sqlalchemy", "Connection"): _on_sqlalchemy,
     ("sqlalchemy", "Session"): _on_sqlalchemy,
     ("sqlalchemy", "scoped_session"): _on_sqlalchemy,
+    ("psycopg", "Connection"): _on_psycopg,
+    ("django", "BaseDatabaseWrapper"): _on_django,
+    #: `django.db.connection`, which stands for the wrapper of the current thread.
+    ("django", "ConnectionProxy"): _on_django,
 }
 
 

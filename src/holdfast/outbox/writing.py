@@ -71,7 +71,8 @@ class Outbox:
     ) -> str:
         """Write an event on this connection, in the transaction that is open there; its id, the same in every try.
 
-        `connection`: SQLAlchemy's `AsyncConnection` or `AsyncSession`, a connection of asyncpg or aiosqlite.
+        `connection`: SQLAlchemy's `AsyncConnection` or `AsyncSession`, a connection of asyncpg or aiosqlite, psycopg's
+        `AsyncConnection`.
         `payload`: bytes, or anything that can be JSON. `key`: events of one key are published in order; without one
         there is no order. `destination`: one of the relay's `outbox_targets`. Raises `UsageError` for a connection
         that is none of these, has no table `outbox_events`, or would commit by itself; `PayloadTooLarge`; `Conflict`
@@ -101,7 +102,7 @@ class Outbox:
         tenant_id: str = DEFAULT_TENANT,
         event_id: str | None = None,
     ) -> str:
-        """`add` on a connection that blocks: sqlite3's `Connection`, SQLAlchemy's `Connection` or `Session`."""
+        """`add` on a connection that blocks: of sqlite3, SQLAlchemy (also a `Session`), psycopg or Django."""
         event = Event(
             topic=topic,
             payload=payload,

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from holdfast.core.job import Envelope, Receipt, new_job_ids
+from holdfast.core.job import EMPTY_META, Envelope, Meta, Receipt, new_job_ids
 from holdfast.engine.port import MAX_BATCH, Engine
 from holdfast.errors import FeedUnread, LedgerUnavailable
 from holdfast.ledger.keys import JobKey
@@ -124,5 +124,7 @@ class Courier:
             tenant_id=delivery.tenant_id,
             idempotency_key=delivery.webhook_id,
             trace_id=delivery.trace_id,
+            # Its attempts are spans in the trace of the job that it is about.
+            meta=Meta(traceparent=delivery.traceparent) if delivery.traceparent else EMPTY_META,
             durable=True,
         )

@@ -44,6 +44,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     webhook_id: str
     tenant_id: str
     trace_id: str
+    #: W3C trace context of the job that it is about.
+    traceparent: str = ""
     url: str
     type: str
     #: JSON, as it is signed and sent.
@@ -97,7 +99,8 @@ def of_job(job: EndedJob, subscribers: Subscribers) -> Iterator[Delivery]:
     if job.state is State.FAILED:
         data |= {"error": {"code": job.error_code, "message": job.error_message}, "dlq_id": job.dlq_id}
     about = (job.key.queue, job.key.job_id)
-    yield from _deliveries(event, job.key.tenant_id, job.trace_id, about, job.finished_at, data, addresses)
+    trace = (job.trace_id, job.traceparent)
+    yield from _deliveries(event, job.key.tenant_id, trace, about, job.finished_at, data, addresses)
 
 
 def of_approval(news: ApprovalNews, subscribers: Subscribers) -> Iterator[Delivery]:
@@ -130,7 +133,8 @@ def of_approval(news: ApprovalNews, subscribers: Subscribers) -> Iterator[Delive
     for status, at, said in steps:
         event = f"approval.{status}"
         addresses = subscribers.addresses(event, news.tenant_id)
-        yield from _deliveries(event, news.tenant_id, "", (news.approval_id,), at, said, addresses)
+        trace = (news.trace_id, news.traceparent)
+        yield from _deliveries(event, news.tenant_id, trace, (news.approval_id,), at, said, addresses)
 
 
 def of_alert(news: AlertNews, subscribers: Subscribers) -> Iterator[Delivery]:
@@ -146,13 +150,13 @@ def of_alert(news: AlertNews, subscribers: Subscribers) -> Iterator[Delivery]:
         "at": news.at,
     }
     addresses = subscribers.addresses(news.type, news.tenant_id)
-    yield from _deliveries(news.type, news.tenant_id, "", (news.id,), news.at, data, addresses)
+    yield from _deliveries(news.type, news.tenant_id, ("", ""), (news.id,), news.at, data, addresses)
 
 
 def _deliveries(
     event: str,
     tenant_id: str,
-    trace_id: str,
+    trace: tuple[str, str],
     about: Sequence[str],
     at: datetime,
     data: dict[str, Any],
@@ -165,7 +169,8 @@ def _deliveries(
         yield Delivery(
             webhook_id=_webhook_id(event, tenant_id, *about, url),
             tenant_id=tenant_id,
-            trace_id=trace_id,
+            trace_id=trace[0],
+            traceparent=trace[1],
             url=url,
             type=event,
             body=body,

@@ -12,7 +12,7 @@ import asyncio
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, Final
@@ -53,10 +53,10 @@ class Sender:
         self._resolve = resolve
         self._tls: ssl.SSLContext | None = None
 
-    async def send(self, url: str, webhook_id: str, body: bytes) -> int:
+    async def send(self, url: str, webhook_id: str, body: bytes, trace: Mapping[str, str] | None = None) -> int:
         """The receiver's status, if it took it. Raises `DeliveryFailed` to be tried again, `Fatal` if that is in vain.
 
-        Neither shows more of the address than its host.
+        Neither shows more of the address than its host. `trace`: headers with the W3C trace context.
         """
         try:
             target = check_target(url, self._exceptions)
@@ -70,6 +70,7 @@ class Sender:
             "content-type": "application/json",
             "user-agent": f"holdfast/{__version__}",
             "connection": "close",
+            **(trace or {}),
             **sign(secrets, webhook_id, int(time.time()), body),
         }
         status = await self._post(target, headers, body)

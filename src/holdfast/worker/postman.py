@@ -15,6 +15,7 @@ from holdfast.core.retry import Retry
 from holdfast.engine.port import Engine
 from holdfast.extras import require
 from holdfast.ledger.port import Ledger
+from holdfast.observe.tracing import tracer_for
 from holdfast.settings import Settings
 from holdfast.webhooks.messages import QUEUE, TASK
 from holdfast.webhooks.seal import opened
@@ -99,6 +100,7 @@ class _PostOffice:
         self.engine = engine
         self.settings = settings
         self._sender = sender
+        self._tracer = tracer_for(settings.tracing)
         policy = Policy(
             retry=Retry(
                 max_attempts=settings.webhook_attempts,
@@ -124,7 +126,8 @@ class _PostOffice:
         counts = self.engine.counts
         try:
             address = opened(self.settings, url, webhook_id, event, body, seal)
-            status = await self._sender.send(address, webhook_id, body.encode())
+            trace = self._tracer.headers() if self._tracer is not None else {}
+            status = await self._sender.send(address, webhook_id, body.encode(), trace)
         except Exception:
             counts.webhooks_failed += 1
             raise

@@ -132,6 +132,6 @@ class _Addressee(Sender):
         super().__init__(settings)
         self._world = world
 
-    async def send(self, url: str, webhook_id: str, body: bytes) -> int:
+    async def send(self, url: str, webhook_id: str, body: bytes, trace: Mapping[str, str] | None = None) -> int:
         self._world.notes.setdefault("told", set()).add(webhook_id)
         return 204

@@ -191,10 +191,6 @@ class Subscription(Connection):
 
     on_message: Callable[[bytes], None]
 
-    async def send(self, *command: Any) -> None:
-        """Subscribe, and wait until the server has done so."""
-        await self.call(*command)
-
     def post(self, *command: Any) -> None:
         """Unsubscribe; nobody waits for that."""
         if self._transport is not None:

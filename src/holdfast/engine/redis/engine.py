@@ -91,7 +91,7 @@ class RedisEngine(Engine):
         self._controls = Controls(self._store)
         self._readers = Readers(self._store)
         self._recovery = Recovery(self._store)
-        self._answers = Answers(self._store, self._get_one)
+        self._answers = Answers(self._store, self._readers)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> RedisEngine:
@@ -331,9 +331,6 @@ class RedisEngine(Engine):
 
     async def prune(self, queues: Sequence[str]) -> int:
         return await self._readers.prune(queues)
-
-    async def _get_one(self, queue: str, job_id: str) -> JobView | None:
-        return (await self._readers.get(queue, [job_id]))[0]
 
     async def _without_poison(self, claims: list[Claim]) -> list[Claim]:
         """Dead-letters jobs that have killed too many workers (requirement Q7)."""

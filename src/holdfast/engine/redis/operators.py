@@ -79,8 +79,8 @@ class Operators:
     async def _look(self, queue: str, job_id: str) -> Any:
         """What `get` says of it; empty if it is unknown."""
         store, keys = self._store, self._store.keys(queue)
-        names = [*keys.streams, keys.waiting, keys.retry, keys.delayed, keys.job(job_id)]
-        arguments, lanes = [store.names.group, job_id], store.lanes(queue).all()
+        names = [*keys.streams, keys.waiting, keys.retry, keys.delayed, keys.waiters, keys.job(job_id)]
+        arguments, lanes = [store.names.group, 0, job_id], store.lanes(queue).all()
         return (await store.run_on_lines(Purpose.OTHER, "get", queue, names, arguments, lanes))[0]
 
     async def _try(

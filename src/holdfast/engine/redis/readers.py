@@ -52,12 +52,14 @@ class Readers:
         #: How long each feed was when it was last cut.
         self._kept: dict[str, int] = {}
 
-    async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobView | None]:
+    async def get(self, queue: str, job_ids: Sequence[str], *, register: bool = False) -> list[JobView | None]:
+        """`register`: those that have not ended will be published when they do, on a channel each (`answers`)."""
         if not job_ids:
             return []
         keys = self._store.keys(queue)
-        names = [*keys.streams, keys.waiting, keys.retry, keys.delayed, *(keys.job(job_id) for job_id in job_ids)]
-        arguments = [self._store.names.group, *job_ids]
+        records = (keys.job(job_id) for job_id in job_ids)
+        names = [*keys.streams, keys.waiting, keys.retry, keys.delayed, keys.waiters, *records]
+        arguments = [self._store.names.group, int(register), *job_ids]
         lanes = self._store.lanes(queue).all()
         replies = await self._store.run_on_lines(Purpose.OTHER, "get", queue, names, arguments, lanes)
         return [

@@ -1,0 +1,106 @@
+"""Django on PostgreSQL and on SQLite: events and jobs belong to `transaction.atomic()`, nested blocks included."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast import Holdfast
+from holdfast.errors import UnknownJob
+from holdfast.ledger.outbox_store import HOLDFAST, OutboxEvent, Status
+from tests.outbox.support import run_jobs, until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(params=["postgres", "sqlite"])
+async def app(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> AsyncIterator[Holdfast]:
+    """The worker's side, on the same stores as the Django program."""
+    if request.param == "sqlite":
+        app = Holdfast(f"sqlite:///{tmp_path / 'app.db'}", namespace=namespace)
+    else:
+        app = Holdfast(
+            request.getfixturevalue("redis_url"), ledger=request.getfixturevalue("postgres_url"), namespace=namespace
+        )
+
+    @app.task(queue="mail")
+    def double(number: int) -> int:
+        return number * 2
+
+    async with app:
+        # Makes the file, where that is the database.
+        assert app.outbox_port is not None
+        await app.outbox_port.open()
+        yield app
+
+
+async def run_program(app: Holdfast) -> dict[str, Any]:
+    database = app.settings.ledger or app.settings.url
+    command = [sys.executable, "-W", "error", "-m", "tests.outbox.django_program"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        database,
+        app.settings.url,
+        app.settings.namespace,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+async def events(app: Holdfast) -> list[OutboxEvent]:
+    assert app.outbox_port is not None
+    return (await (await app.outbox_port.open()).find(None, limit=100))[::-1]
+
+
+async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
+    found = await run_program(app)
+    written = await events(app)
+    event_id, committed = found["case_a_commit_leaves_order_events_and_job"]
+    (lost,) = found["case_a_rollback_leaves_nothing"]
+    outer, inner = found["case_a_nested_block_is_a_savepoint"]
+    other_alias = found["case_another_alias_is_used_by_its_name"]
+    viewed, refused = found["case_an_async_view"]
+    assert refused == "SynchronousOnlyOperation"
+
+    assert found["orders"] == ["committed"]
+    plain = [event for event in written if event.destination != HOLDFAST]
+    assert [event.topic for event in plain] == ["orders", "many", "many", "many", "kept", "by hand", "once"]
+    assert (plain[0].id, plain[0].key) == (event_id, "%s")
+    assert msgspec.json.decode(plain[0].payload) == {"note": "100% 'quoted' %(x)s"}
+    assert app.outbox_port is not None
+    now_ms = await (await app.outbox_port.open()).now_ms()
+    assert all(abs(now_ms - event.created_at_ms) < 60_000 for event in written)
+
+    async def submitted() -> bool:
+        return all(event.status is Status.SENT for event in await events(app) if event.destination == HOLDFAST)
+
+    async with run_jobs(app, ["mail"]):
+        await until(submitted)
+        for job_id, result in ((committed, 2), (outer, 6), (other_alias, 10), (viewed, 12)):
+            assert await app.job(job_id, "mail").result(timeout=20) == result
+    for job_id in (lost, inner):
+        with pytest.raises(UnknownJob):
+            await app.job(job_id, "mail").view()
+
+    for scenario, error in {
+        "case_outside_of_a_transaction": "UsageError: this connection is in no transaction, so the event would be "
+        "committed by itself; open one: `with transaction.atomic():`",
+        "case_awaited": "UsageError: django.utils.connection.ConnectionProxy cannot be used here; use add_sync",
+        "case_a_cache": "UsageError: an event is written on a connection",
+        "case_a_database_without_the_table": "UsageError: the database of this connection has no table outbox_events",
+        "case_an_event_id_that_is_there": "Conflict: an event with this id is in the outbox already",
+        "case_a_block_that_is_broken_already": "TransactionManagementError",
+    }.items():
+        assert found[scenario].startswith(error), scenario

@@ -1,0 +1,35 @@
+"""Apps that send webhooks, and their deliveries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast import Fatal, Holdfast
+from holdfast.core.states import State
+from holdfast.ledger.listing import JobFilter
+from holdfast.webhooks.messages import QUEUE
+from tests.webhooks.receiver import SECRET
+
+
+def make_app(stores: dict[str, Any], **settings: Any) -> Holdfast:
+    given: dict[str, Any] = {
+        "webhook_secret": SECRET,
+        "webhook_allow": ["127.0.0.1"],
+        "webhook_backoff_s": 0.05,
+    } | settings
+    app = Holdfast(**stores, **given)
+
+    @app.task
+    async def add(a: int, b: int) -> int:
+        return a + b
+
+    @app.task
+    async def fail(words: str) -> None:
+        raise Fatal(words)
+
+    return app
+
+
+async def deliveries(app: Holdfast, state: State | None = None) -> list[Any]:
+    wanted = JobFilter(queues=frozenset({QUEUE}), states=frozenset({state} if state else ()))
+    return list((await app.ledger.queries.jobs(wanted, limit=100)).jobs)

@@ -1,0 +1,83 @@
+"""Each attempt to deliver a webhook is a span in the trace of the job that it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from holdfast.core.states import State
+from holdfast.observe.tracing import Tracer
+from holdfast.webhooks.messages import TASK
+from tests.webhooks.receiver import Receiver, status
+from tests.webhooks.support import deliveries, make_app
+from tests.worker.support import eventually, working
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Spans of all parts of an app. OpenTelemetry's global provider is left alone."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = Tracer(provider)
+    for module in ("holdfast.app", "holdfast.worker.worker", "holdfast.worker.postman"):
+        monkeypatch.setattr(f"{module}.tracer_for", lambda _: tracer)
+    yield exporter
+    provider.shutdown()
+
+
+def named(exporter: InMemorySpanExporter, name: str) -> list[Any]:
+    found = [span for span in exporter.get_finished_spans() if span.name == name]
+    return sorted(found, key=lambda span: span.start_time or 0)
+
+
+async def test_every_attempt_is_in_the_trace_of_its_job(
+    stores: dict[str, Any], receiver: Receiver, exporter: InMemorySpanExporter
+) -> None:
+    receiver.answers = [status(500)]
+    app = make_app(stores)
+    async with app, working(app):
+        # Another trace id of the caller's own does not matter: spans go by the W3C context.
+        job = await app.tasks["add"].options(webhook=receiver.url, trace_id="mine").submit(1, 2)
+        await job.result(timeout=20)
+        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+        [delivery] = await deliveries(app)
+    [submit] = named(exporter, "submit add")
+    attempts = named(exporter, f"run {TASK}")
+    assert [span.attributes["holdfast.attempt"] for span in attempts] == [1, 2]
+    assert {span.context.trace_id for span in attempts} == {submit.context.trace_id}
+    assert {span.parent.span_id for span in attempts} == {submit.context.span_id}
+    assert attempts[0].status.is_ok is False
+    assert delivery.trace_id == "mine"
+    # The receiver continues with the attempt's own span.
+    assert [request.headers["traceparent"].rpartition("-")[0] for request in receiver.requests] == [
+        f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}" for span in attempts
+    ]
+
+
+async def test_approvals_are_in_the_trace_of_their_job(
+    stores: dict[str, Any], receiver: Receiver, exporter: InMemorySpanExporter
+) -> None:
+    app = make_app(stores, webhooks=[{"url": receiver.url, "events": ["approval.*"]}])
+    async with app, working(app):
+        job = await app.tasks["add"].options(hold=True).submit(1, 2)
+        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+        [delivery] = await deliveries(app)
+        trace_id = (await job.view()).trace_id
+    [submit] = named(exporter, "submit add")
+    [attempt] = named(exporter, f"run {TASK}")
+    assert attempt.parent.span_id == submit.context.span_id
+    assert delivery.trace_id == trace_id == f"{submit.context.trace_id:032x}"
+
+
+async def test_without_tracing_nothing_is_added(stores: dict[str, Any], receiver: Receiver) -> None:
+    app = make_app(stores)
+    async with app, working(app):
+        await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
+        await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
+    [request] = receiver.requests
+    assert "traceparent" not in request.headers
