@@ -175,7 +175,6 @@ async def worker(
         queues = _queues(holdfast, queue)
         work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
         with staying(work.drain):
-            _announce(holdfast, work, queues)
             await _warn(holdfast, queues)
             async with under(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port):
                 ended = await work.run()
@@ -234,24 +233,6 @@ def _queues(app: Holdfast, asked: list[str] | None) -> list[str]:
     if asked:
         return list(dict.fromkeys(asked))
     return sorted({DEFAULT_QUEUE} | {task.queue for task in app.tasks.values()})
-
-
-def _announce(app: Holdfast, worker: Worker, queues: list[str]) -> None:
-    """The one line that says who started."""
-    facts = {
-        "incarnation": worker.incarnation,
-        "engine": redact(app.settings.url),
-        "queues": queues,
-        "tasks": sorted(app.tasks),
-    }
-    _log.info(
-        "worker %s started on %s: queues %s, tasks %s",
-        facts["incarnation"],
-        facts["engine"],
-        ", ".join(queues),
-        ", ".join(sorted(app.tasks)) or "none",
-        extra=facts,
-    )
 
 
 async def _warn(app: Holdfast, queues: list[str]) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
-from uuid import uuid4
 
 import msgspec
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import BrokerUnavailable, HoldfastError
+from holdfast.identity import new_identity
 from holdfast.ledger.trigger_book import Presence, TriggerBook
 from holdfast.triggers.building import Built, build, told_together
 from holdfast.triggers.config import TriggerEntry
@@ -55,7 +53,7 @@ class Triggers:
         self._built = _all(app, entries)
         self._report_s = report_s
         self._clock = clock or SystemClock()
-        self.process = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        self.process = new_identity()
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
         #: The last that was heard of people's wishes.

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Protocol
-from uuid import uuid4
 
 from holdfast.core.backoff import Backoff
 from holdfast.core.job import DEFAULT_QUEUE, JobView, Lease
@@ -25,9 +22,11 @@ from holdfast.effects.tools import Tools
 from holdfast.engine.port import Control, Engine
 from holdfast.errors import EngineUnavailable, InvalidOption
 from holdfast.guard.gate import Gate
+from holdfast.identity import new_identity
 from holdfast.ledger.port import Ledger
 from holdfast.observe.counts import Counts
 from holdfast.observe.current import about
+from holdfast.observe.redact import redact
 from holdfast.observe.tracing import tracer_for
 from holdfast.settings import Settings
 from holdfast.upkeep.alarm import Alarm
@@ -109,7 +108,9 @@ class Worker(Listener):
         self._max_jobs = max_jobs
         self._max_rss = max_rss
         self._cancel_grace_s = cancel_grace_s
-        self.incarnation = f"{name or f'{socket.gethostname()}-{os.getpid()}'}-{uuid4().hex[:8]}"
+        self._name = name or ""
+        #: Its name in the engine, in logs and histories. Made by `run`: a worker may be built before a fork.
+        self.incarnation = ""
         self._controls: dict[str, Control] = {}
         self._held: Held = set()
         self._draining = asyncio.Event()
@@ -168,6 +169,7 @@ class Worker(Listener):
     async def run(self) -> Ended:
         """Work until drained; returns why it ended. Cancelled, it drains in a hurry first."""
         self._check_places()
+        self.incarnation = new_identity(self._name)
         try:
             if not await self._connect():
                 return self._ended
@@ -199,6 +201,7 @@ class Worker(Listener):
     async def _work(self) -> Ended:
         assert self._engine is not None
         engine = self._engine
+        self._announce()
         bookkeeping = self._bookkeeping(engine)
         if bookkeeping is not None:
             await bookkeeping.prepare()
@@ -253,6 +256,22 @@ class Worker(Listener):
             self._draining.set()
             await self._see_through(asyncio.create_task(end()))
         return self._ended
+
+    def _announce(self) -> None:
+        facts = {
+            "incarnation": self.incarnation,
+            "engine": redact(self._app.settings.url),
+            "queues": list(self._queues),
+            "tasks": sorted(self._app.plans),
+        }
+        _log.info(
+            "worker %s started on %s: queues %s, tasks %s",
+            self.incarnation,
+            facts["engine"],
+            ", ".join(self._queues),
+            ", ".join(facts["tasks"]) or "none",
+            extra=facts,
+        )
 
     def _tools(self, engine: Engine) -> Tools:
         async def ledger() -> Ledger | None:
