@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, Final
 
 import typer
@@ -21,7 +22,8 @@ from holdfast.cli.staying import staying
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
 from holdfast.observe.metrics import exposition
-from holdfast.observe.scrape import serving
+from holdfast.observe.scrape import AskReadiness, serving
+from holdfast.readiness import upkeep_readiness, worker_readiness
 from holdfast.upkeep.relaying import relaying
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.postman import delivering
@@ -176,7 +178,8 @@ async def worker(
         work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
         with staying(work.drain):
             await _warn(holdfast, queues)
-            async with under(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port):
+            readiness = partial(worker_readiness, holdfast, work, upkeep=not no_upkeep)
+            async with under(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port, readiness):
                 ended = await work.run()
     _log.info("worker %s ended: %s", work.incarnation, ended, extra={"incarnation": work.incarnation})
 
@@ -213,19 +216,21 @@ async def upkeep(
             async with (
                 delivering(holdfast.engine, holdfast.ledger_port, holdfast.settings),
                 relaying(holdfast),
-                metrics(holdfast, metrics_host, metrics_port),
+                metrics(holdfast, metrics_host, metrics_port, partial(upkeep_readiness, holdfast, keeper)),
             ):
                 await keeper.run()
     _log.info("upkeep ended")
 
 
 @asynccontextmanager
-async def metrics(app: Holdfast, host: str, port: int | None) -> AsyncIterator[None]:
-    """While the block runs: serve metrics, if that was asked for."""
+async def metrics(
+    app: Holdfast, host: str, port: int | None, readiness: AskReadiness | None = None
+) -> AsyncIterator[None]:
+    """While the block runs: serve metrics and health, if that was asked for."""
     if port is None:
         yield
         return
-    async with serving(host, port, lambda: exposition(app)):
+    async with serving(host, port, lambda: exposition(app), readiness):
         yield
 
 

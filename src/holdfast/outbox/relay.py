@@ -49,7 +49,7 @@ class Relay:
     """Relays until `stop`. Store and outlets are the caller's to make; this closes the outlets."""
 
     def __init__(self, store: OutboxStore, outlets: Mapping[str, Outlet], settings: Settings, counts: Counts) -> None:
-        self.name = new_identity(role="relay")
+        self.name = new_identity("relay")
         self._store = store
         self._outlets = dict(outlets)
         self._settings = settings

@@ -142,7 +142,7 @@ class LedgerDedup(Dedup):
         self._queue = queue_name
         self._lease_s = lease_s
         self._monotonic = monotonic
-        self._worker = new_identity(role="trigger")
+        self._worker = new_identity("trigger")
         #: Ours, by token.
         self._active: dict[str, Ticket] = {}
         #: Others' reservations, and since when they have been seen unchanged: by our clock, since theirs may be wrong.

@@ -36,6 +36,14 @@ _FORGET_MS: Final = 60_000
 _PATIENCE_S: Final = 5.0
 
 
+class TriggersReadiness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether messages can be handed over."""
+
+    ready: bool
+    #: Triggers that cannot.
+    failing: list[str]
+
+
 class Triggers:
     """Triggers of one process, from start to stop. One event loop; the app is open."""
 
@@ -67,6 +75,12 @@ class Triggers:
     def ready(self) -> bool:
         """Whether every trigger can hand messages over; False before the start and from the first `stop` on."""
         return self._running and not self._stopping.is_set() and all(each.trigger.ready for each in self._built)
+
+    async def readiness(self) -> TriggersReadiness:
+        """For `/readyz`."""
+        return TriggersReadiness(
+            ready=self.ready, failing=[each.entry.name for each in self._built if not each.trigger.ready]
+        )
 
     def stop(self) -> None:
         """Take nothing new, finish what is in hand, end. A second call does not wait for what is in hand."""

@@ -15,6 +15,7 @@ from holdfast.engine.port import Due, Engine
 from holdfast.errors import EngineUnavailable
 from holdfast.identity import new_identity
 from holdfast.ledger.port import Ledger
+from holdfast.readiness import DRAINING, OK, STARTING
 from holdfast.settings import Settings
 from holdfast.upkeep.alarm import Alarm
 from holdfast.upkeep.bookkeeping import Bookkeeping
@@ -42,13 +43,18 @@ class Upkeep:
         self._stopped = asyncio.Event()
         self._promoter: Promoter | None = None
 
+    @property
+    def status(self) -> str:
+        """`starting`, `ok` or `draining`."""
+        return DRAINING if self._stopped.is_set() else STARTING if self._promoter is None else OK
+
     def stop(self) -> None:
         """Let `run` return soon. Safe to call twice."""
         self._stopped.set()
 
     async def run(self) -> None:
         """Keep until stopped; no failure of the engine ends it."""
-        self.incarnation = new_identity(role="upkeep")
+        self.incarnation = new_identity("upkeep")
         engine, queues = self._engine, self._queues
         promoter = self._promoter = Promoter(engine, queues)
         alarm = Alarm(engine, queues, self._settings, self._ledger)

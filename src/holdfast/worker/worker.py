@@ -28,6 +28,7 @@ from holdfast.observe.counts import Counts
 from holdfast.observe.current import about
 from holdfast.observe.redact import redact
 from holdfast.observe.tracing import tracer_for
+from holdfast.readiness import DOWN, DRAINING, OK, STARTING
 from holdfast.settings import Settings
 from holdfast.upkeep.alarm import Alarm
 from holdfast.upkeep.bookkeeping import Bookkeeping
@@ -128,6 +129,15 @@ class Worker(Listener):
     def ready(self) -> bool:
         """Whether the fetch loop ticked lately and the engine answered; False before, and while it drains."""
         return self._fetcher is not None and not self._draining.is_set() and self._fetcher.ready
+
+    @property
+    def status(self) -> str:
+        """`starting`, `ok`, `down` (it does not claim) or `draining`."""
+        if self._draining.is_set():
+            return DRAINING
+        if self._fetcher is None:
+            return STARTING
+        return OK if self._fetcher.ready else STARTING if self._fetcher.is_new else DOWN
 
     @property
     def counts(self) -> Counts:
