@@ -71,7 +71,7 @@ MetricsPort = Annotated[
         min=0,
         max=65_535,
         metavar="PORT",
-        help="Serve Prometheus metrics at /metrics on this port; 0 takes a free one, and the log says which.",
+        help="Serve /metrics, /livez and /readyz on this port; 0 takes a free one, and the log says which.",
         show_default=False,
     ),
 ]
