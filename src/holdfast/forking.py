@@ -91,12 +91,12 @@ def _after_fork_in_child() -> None:
     members = list(_members)
     if not members:
         return
-    # As Python 3.12 does by itself: the parent's event loop would handle signals to this process.
-    signal.set_wakeup_fd(-1)
-    if isinstance(_inherited, asyncio.SelectorEventLoop):
-        _separate(cast(_SelectorLoop, _inherited))
     for member in members:
         member.after_fork()
+    if isinstance(_inherited, asyncio.SelectorEventLoop):
+        _separate(cast(_SelectorLoop, _inherited))
+    # As Python 3.12 does by itself: the parent's event loop would handle signals to this process.
+    signal.set_wakeup_fd(-1)
 
 
 def _separate(loop: _SelectorLoop) -> None:

@@ -174,9 +174,12 @@ class Links:
     def after_fork(self) -> None:
         """In a child process: links and the lock are the parent's. Stores are opened again by the first use."""
         self._lock = threading.Lock()
-        leave_to_parent(self._links)
+        leave_to_parent((self._links, self._first))
         self._links = {}
         self._latest = None
+        if self._taken and self._first is not None:
+            self._first = self._first.sibling()
+            self._taken = False
 
     @property
     def in_use(self) -> bool:
@@ -186,7 +189,7 @@ class Links:
     def engine(self) -> Engine:
         """The engine of the running loop, open or not; without a loop the first one."""
         try:
-            loop = running_loop()
+            loop = asyncio.get_running_loop()
         except RuntimeError:
             with self._lock:
                 return self._first_engine()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from holdfast.engine.port import Engine
-from holdfast.errors import EngineUnavailable, LedgerUnavailable
+from holdfast.errors import HoldfastError
 
 if TYPE_CHECKING:
     from holdfast.ledger.port import Ledger
@@ -92,7 +92,7 @@ async def engine_status(engine: Engine) -> str:
         async with asyncio.timeout(_ANSWER_S):
             await engine.now_ms()
             await engine.queues()
-    except (EngineUnavailable, TimeoutError):
+    except (HoldfastError, TimeoutError):
         return DOWN
     return OK
 
@@ -104,6 +104,6 @@ async def ledger_status(ledger: Ledger | None) -> str:
     try:
         async with asyncio.timeout(_ANSWER_S):
             await ledger.queries.tenants()
-    except (LedgerUnavailable, TimeoutError):
+    except (HoldfastError, TimeoutError):
         return DOWN
     return OK

@@ -5,14 +5,13 @@ All of them run in processes of their own: the process of the tests has threads,
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,14 +70,9 @@ def forking(tmp_path: Path, engine_url: str, namespace: str) -> Iterator[Forking
 
 
 @pytest.fixture
-def jobs(engine_url: str, namespace: str) -> list[Job[int]]:
-    app = Holdfast(engine_url, namespace=namespace)
-
-    async def submit() -> list[Job[int]]:
-        async with app:
-            return [await app.submit_raw("wait", b'{"number":%d}' % number) for number in range(_JOBS)]
-
-    return asyncio.run(submit())
+async def jobs(engine_url: str, namespace: str) -> AsyncIterator[list[Job[int]]]:
+    async with Holdfast(engine_url, namespace=namespace) as app:
+        yield [await app.submit_raw("wait", b'{"number":%d}' % number) for number in range(_JOBS)]
 
 
 def lives(process: int) -> bool:
@@ -186,10 +180,12 @@ def test_a_forked_process_may_use_a_loop_of_its_own(engine_url: str, namespace: 
     async def main():
         async with app:
             await work.submit()
+            parents = app.engine
             child = os.fork()
             if not child:
+                ours = app.engine is not parents
                 asyncio.run(submit())
-                os._exit(0)
+                os._exit(0 if ours else 1)
             print("child", await asyncio.to_thread(ended, child))
             print((await app.engine.stats("default")).states)
 
