@@ -26,9 +26,11 @@ _log: Final = logging.getLogger("holdfast.worker")
 
 #: A loop that is blocked for longer is worth a line.
 BLOCKED_S: Final = 1.0
-_LOOK_S: Final = 0.25
-#: An idle worker's loop is woken this often.
-_PAUSE_S: Final = 0.5
+#: How exactly the time is known.
+_LOOK_S: Final = 0.1
+_PAUSE_S: Final = 0.15
+#: A look that comes later than this counts for no more: this process was stopped, which is not the task's fault.
+_STALL_S: Final = 0.5
 
 Task = asyncio.Task[Any]
 
@@ -36,9 +38,8 @@ Task = asyncio.Task[Any]
 class LoopWatch:
     """Watches the event loop on which it is made; `run` in another thread's loop."""
 
-    def __init__(self, held: Held, blocked_s: float = BLOCKED_S) -> None:
+    def __init__(self, held: Held) -> None:
         self._held = held
-        self._blocked_s = blocked_s
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._answered = True
@@ -67,14 +68,13 @@ class LoopWatch:
             if task is not block.task:
                 block.end()
                 block = _Block(task)
-            elif not self._answered:
-                # A sleep that took longer: this process was stopped, or got no time, which is not the task's fault.
-                block.seen_s += min(slept_s, 2 * _LOOK_S)
+            block.seen_s += min(slept_s, _STALL_S)
+            if not self._answered:
                 self._look(block, task)
         block.end()
 
     def _look(self, block: _Block, task: Task | None) -> None:
-        if block.seen_s < self._blocked_s:
+        if block.seen_s < BLOCKED_S:
             return
         claim = None if task is None else _claim_of(task)
         if not block.logged:
