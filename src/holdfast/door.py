@@ -7,12 +7,12 @@ was forked after that gets a new one.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from holdfast.errors import UsageError
+from holdfast.forking import leave_to_parent, on_fork
 
 T = TypeVar("T")
 
@@ -24,12 +24,18 @@ class Door:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._pid = 0
+        on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a child process: threads do not survive a fork, and the lock may have been held by one of them."""
+        self._lock = threading.Lock()
+        leave_to_parent((self._loop, self._thread))
+        self._loop = self._thread = None
 
     @property
     def opened(self) -> bool:
         """Whether its thread runs, in this process."""
-        return self._loop is not None and self._pid == os.getpid()
+        return self._loop is not None
 
     def call(self, what: str, make: Callable[[], Coroutine[Any, Any, T]], instead: str) -> T:
         """The result of `make()`; `UsageError` where blocking would stop a running event loop."""
@@ -60,10 +66,8 @@ class Door:
 
     def _open(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            # Threads do not survive a fork.
-            if self._loop is None or self._pid != os.getpid():
+            if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._pid = os.getpid()
                 self._thread = threading.Thread(target=_serve, args=(self._loop,), name="holdfast-door", daemon=True)
                 self._thread.start()
             return self._loop

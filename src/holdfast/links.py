@@ -16,6 +16,7 @@ from holdfast.core.backoff import Backoff
 from holdfast.core.job import Envelope
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
+from holdfast.forking import is_inside_parents_loop, leave_to_parent, on_fork, running_loop
 from holdfast.guard.gate import Gate
 from holdfast.submitter import Desk, Submitter
 from holdfast.webhooks.postmark import Postmark
@@ -198,6 +199,17 @@ class Links:
         self._links: dict[asyncio.AbstractEventLoop, Link] = {}
         #: The link used last; most programs have only one.
         self._latest: Link | None = None
+        on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a child process: links and the lock are the parent's. Stores are opened again by the first use."""
+        self._lock = threading.Lock()
+        leave_to_parent((self._links, self._first))
+        self._links = {}
+        self._latest = None
+        if self._taken and self._first is not None:
+            self._first = self._first.sibling()
+            self._taken = False
 
     @property
     def in_use(self) -> bool:
@@ -221,23 +233,23 @@ class Links:
 
     def ledger(self) -> Ledger | None:
         """The ledger of the running loop, open or not."""
-        return self._link(asyncio.get_running_loop()).ledger
+        return self._link(running_loop()).ledger
 
     def outbox(self) -> OutboxDoor | None:
         """The outbox of the running loop, open or not."""
-        return self._link(asyncio.get_running_loop()).outbox()
+        return self._link(running_loop()).outbox()
 
     async def admit(self, envelopes: Sequence[Envelope]) -> list[Envelope]:
         """Jobs as they may be handed in, by whomever."""
-        return await self._link(asyncio.get_running_loop()).admit(envelopes)
+        return await self._link(running_loop()).admit(envelopes)
 
     async def open(self) -> None:
         """Open the engine of this loop, and its ledger if that can be reached. Safe to call twice."""
-        await self._link(asyncio.get_running_loop()).open(_OPEN_PATIENCE_S)
+        await self._link(running_loop()).open(_OPEN_PATIENCE_S)
 
     async def desk(self) -> Desk:
         """The desk of this loop, opened if need be."""
-        loop, link = asyncio.get_running_loop(), self._latest
+        loop, link = running_loop(), self._latest
         if link is None or link.loop is not loop:
             link = self._latest = self._link(loop)
         try:
@@ -250,6 +262,8 @@ class Links:
 
     async def close(self) -> None:
         """Close engine and ledger of this loop; the next use makes new ones."""
+        if is_inside_parents_loop():
+            return
         with self._lock:
             link = self._links.pop(asyncio.get_running_loop(), None)
             self._latest = None

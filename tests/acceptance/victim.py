@@ -25,8 +25,11 @@ def build(url: str, namespace: str, ledger: str | None = None) -> Holdfast:
 
 async def main(url: str, namespace: str, ledger: str | None = None) -> None:
     worker = Worker(build(url, namespace, ledger))
+    running = asyncio.create_task(worker.run())
+    # Its name is made when it starts.
+    await asyncio.sleep(0)
     print(worker.incarnation, flush=True)
-    await worker.run()
+    await running
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ WANTED = {
     "holdfast jobs watch",
     "holdfast jobs cancel",
     "holdfast jobs retry",
+    "holdfast workers",
     "holdfast queues list",
     "holdfast queues pause",
     "holdfast queues resume",

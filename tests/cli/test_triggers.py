@@ -249,7 +249,7 @@ def test_run_on_redis_streams(shell: Shell, redis_url: str, namespace: str) -> N
         eventually(lambda: 'status="duplicate"} 1.0' in get(port, "/metrics")[1], what="the third message")
         assert f'queue_messages_consumed_total{{queue="{queue}",status="success"}} 2.0' in get(port, "/metrics")[1]
         assert counts(shell) == 2
-        assert get(port, "/readyz") == (200, "ready\n")
+        assert get(port, "/readyz") == (200, '{"ready":true,"failing":[]}')
         (told,) = eventually(lambda: at_office(shell, "list"), what="its presence")
         assert (told.name, told.status, told.adapter) == ("orders", "healthy", "redis")
         at_office(shell, "pause", "orders", reason="test")

@@ -18,7 +18,7 @@ from holdfast.observe.families import Families, Sight
 from holdfast.observe.scrape import serving
 from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.counts import TriggerCounts
-from holdfast.triggers.process import Triggers
+from holdfast.triggers.process import Triggers, TriggersReadiness
 from tests.observe.support import eventually, fetch, scrape
 
 
@@ -179,10 +179,14 @@ async def test_readiness_beside_the_metrics() -> None:
         return b"x 1\n", "text/plain"
 
     ready = False
-    async with serving("127.0.0.1", 0, text, lambda: ready) as port:
+
+    async def readiness() -> TriggersReadiness:
+        return TriggersReadiness(ready=ready, failing=[])
+
+    async with serving("127.0.0.1", 0, text, readiness) as port:
         assert (await fetch(port, "/readyz"))[0].startswith("HTTP/1.1 503")
         ready = True
-        assert (await fetch(port, "/readyz"))[1] == "ready\n"
-        assert (await fetch(port, "/readyz", method="POST"))[0].startswith("HTTP/1.1 404")
+        assert (await fetch(port, "/readyz"))[1] == '{"ready":true,"failing":[]}'
+        assert (await fetch(port, "/readyz", method="POST"))[0].startswith("HTTP/1.1 405")
     async with serving("127.0.0.1", 0, text) as port:
         assert (await fetch(port, "/readyz"))[0].startswith("HTTP/1.1 404")

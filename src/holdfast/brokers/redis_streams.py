@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import suppress
@@ -39,6 +36,7 @@ from holdfast.brokers.redis_client import (
 from holdfast.brokers.redis_publisher import RedisPublisher
 from holdfast.core.backoff import Backoff
 from holdfast.errors import BrokerUnavailable
+from holdfast.identity import new_identity
 
 __all__ = ["RedisAdapter", "RedisConnection", "RedisPublisher"]
 
@@ -81,8 +79,9 @@ class RedisAdapter(QueueAdapter):
         self._group = consumer_group
         self._prefetch = prefetch
         self._dlq = dlq_name or f"{queue_name}.dlq"
-        self._consumer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._metadata = {"stream": queue_name, "group": consumer_group, "consumer": self._consumer}
+        #: Made by `connect`: an adapter may be built before a fork.
+        self._consumer = ""
+        self._metadata: dict[str, str] = {}
         self._visibility_s = connection.visibility_timeout_s
         self._client = connection.client()
         self._scripts = {
@@ -104,6 +103,8 @@ class RedisAdapter(QueueAdapter):
         return f"RedisAdapter({self._stream!r}, {self._group!r})"
 
     async def connect(self) -> None:
+        self._consumer = new_identity()
+        self._metadata = {"stream": self._stream, "group": self._group, "consumer": self._consumer}
         try:
             await self._client.ping()
             await self._create_group()

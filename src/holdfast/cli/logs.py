@@ -5,9 +5,11 @@ A line that is written in a job's run, by the user's code too, names the job.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
@@ -15,14 +17,33 @@ from rich.logging import RichHandler
 
 from holdfast.cli.format import iso
 from holdfast.observe.current import about, current
-from holdfast.observe.redact import redact, redacted
+from holdfast.observe.redact import bounded, redact, redacted
+
+#: Of a traceback, in characters.
+_STACK_LIMIT: Final = 16_000
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 #: What every record has; the rest was given by the caller with `extra=`.
 #: `color_message` is uvicorn's, for terminals.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
-class JsonLines(logging.Formatter):
+class SafeFormatter(logging.Formatter):
+    """Tracebacks that cannot break the log: bounded, and readable whatever the exception does when it is looked at."""
+
+    def formatException(self, exc_info: Any) -> str:
+        try:
+            text = super().formatException(exc_info)
+        except Exception as exc:  # noqa: BLE001 - formatting calls the user's code
+            return f"(the traceback cannot be formatted: {type(exc).__name__})"
+        if len(text) <= _STACK_LIMIT:
+            return text
+        # Both ends: a huge message would leave nothing of the frames, or nothing of the last one.
+        half = _STACK_LIMIT // 2
+        return f"{bounded(text, half)}\n… {len(text) - _STACK_LIMIT} characters …\n{bounded(text, half, end=True)}"
+
+
+class JsonLines(SafeFormatter):
     """One JSON object a line: time, level, logger, message, the job at hand, then what the caller added."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -40,14 +61,23 @@ class JsonLines(logging.Formatter):
         if record.stack_info:
             line["stack_info"] = self.formatStack(record.stack_info)
         # Before it is JSON: what looks for secrets must not meet quotes and escapes that are ours.
-        return msgspec.json.encode(redacted(line)).decode()
+        return _encode(redacted(line))
 
 
-class Plain(logging.Formatter):
+class Plain(SafeFormatter):
     """The message alone, redacted; rich adds time and level."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        # Escape codes of an exception's message must not reach the terminal.
+        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], redact(super().format(record)))
+
+
+def _encode(line: Any) -> str:
+    try:
+        return msgspec.json.encode(line).decode()
+    except UnicodeEncodeError:
+        # A lone surrogate, which JSON in UTF-8 cannot hold.
+        return json.dumps(line)
 
 
 def log_to_stderr(level: str, *, as_json: bool) -> None:

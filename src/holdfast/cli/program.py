@@ -26,6 +26,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "reconcile": "reconcile",
     "jobs": "jobs",
     "queues": "queues",
+    "workers": "workers",
     "dlq": "deciding",
     "suspended": "suspended",
     "approvals": "approvals",

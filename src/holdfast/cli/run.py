@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, Final
 
 import typer
@@ -21,7 +22,8 @@ from holdfast.cli.staying import staying
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
 from holdfast.observe.metrics import exposition
-from holdfast.observe.scrape import serving
+from holdfast.observe.scrape import AskReadiness, serving
+from holdfast.readiness import upkeep_readiness, worker_readiness
 from holdfast.upkeep.relaying import relaying
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.postman import delivering
@@ -69,7 +71,7 @@ MetricsPort = Annotated[
         min=0,
         max=65_535,
         metavar="PORT",
-        help="Serve Prometheus metrics at /metrics on this port; 0 takes a free one, and the log says which.",
+        help="Serve /metrics, /livez and /readyz on this port; 0 takes a free one, and the log says which.",
         show_default=False,
     ),
 ]
@@ -175,9 +177,9 @@ async def worker(
         queues = _queues(holdfast, queue)
         work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
         with staying(work.drain):
-            _announce(holdfast, work, queues)
             await _warn(holdfast, queues)
-            async with under(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port):
+            readiness = partial(worker_readiness, holdfast, work, upkeep=not no_upkeep)
+            async with under(supervisor, work.drain), metrics(holdfast, metrics_host, metrics_port, readiness):
                 ended = await work.run()
     _log.info("worker %s ended: %s", work.incarnation, ended, extra={"incarnation": work.incarnation})
 
@@ -213,7 +215,7 @@ async def upkeep(
             async with (
                 delivering(holdfast.engine, holdfast.ledger_port, holdfast.settings),
                 relaying(holdfast),
-                metrics(holdfast, metrics_host, metrics_port),
+                metrics(holdfast, metrics_host, metrics_port, partial(upkeep_readiness, holdfast, keeper)),
             ):
                 _log.info("upkeep started on %s: queues %s", redact(holdfast.settings.url), ", ".join(queues) or "all")
                 await keeper.run()
@@ -221,12 +223,14 @@ async def upkeep(
 
 
 @asynccontextmanager
-async def metrics(app: Holdfast, host: str, port: int | None) -> AsyncIterator[None]:
-    """While the block runs: serve metrics, if that was asked for."""
+async def metrics(
+    app: Holdfast, host: str, port: int | None, readiness: AskReadiness | None = None
+) -> AsyncIterator[None]:
+    """While the block runs: serve metrics and health, if that was asked for."""
     if port is None:
         yield
         return
-    async with serving(host, port, lambda: exposition(app)):
+    async with serving(host, port, lambda: exposition(app), readiness):
         yield
 
 
@@ -234,24 +238,6 @@ def _queues(app: Holdfast, asked: list[str] | None) -> list[str]:
     if asked:
         return list(dict.fromkeys(asked))
     return sorted({DEFAULT_QUEUE} | {task.queue for task in app.tasks.values()})
-
-
-def _announce(app: Holdfast, worker: Worker, queues: list[str]) -> None:
-    """The one line that says who started."""
-    facts = {
-        "incarnation": worker.incarnation,
-        "engine": redact(app.settings.url),
-        "queues": queues,
-        "tasks": sorted(app.tasks),
-    }
-    _log.info(
-        "worker %s started on %s: queues %s, tasks %s",
-        facts["incarnation"],
-        facts["engine"],
-        ", ".join(queues),
-        ", ".join(sorted(app.tasks)) or "none",
-        extra=facts,
-    )
 
 
 async def _warn(app: Holdfast, queues: list[str]) -> None:

@@ -85,7 +85,7 @@ async def run(
         with staying(triggers.stop):
             async with AsyncExitStack() as stack:
                 if metrics_port is not None:
-                    door = serving(metrics_host, metrics_port, lambda: exposition(holdfast), lambda: triggers.ready)
+                    door = serving(metrics_host, metrics_port, lambda: exposition(holdfast), triggers.readiness)
                     await stack.enter_async_context(door)
                 await triggers.run()
     _log.info("triggers ended")

@@ -70,6 +70,8 @@ class Raised(msgspec.Struct, frozen=True):
 
     kind: Kind
     failure: Failure
+    #: As it was raised, for logs; None where there is none in this process.
+    error: BaseException | None = None
 
 
 class GaveBack(msgspec.Struct, frozen=True):

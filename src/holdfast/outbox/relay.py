@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
-from uuid import uuid4
 
 from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.errors import LedgerUnavailable
+from holdfast.identity import new_identity
 from holdfast.ledger.outbox_store import Mark, OutboxEvent, OutboxStore, Status
 from holdfast.observe.counts import Counts, OutboxNumbers
 from holdfast.observe.redact import bounded
@@ -51,7 +49,7 @@ class Relay:
     """Relays until `stop`. Store and outlets are the caller's to make; this closes the outlets."""
 
     def __init__(self, store: OutboxStore, outlets: Mapping[str, Outlet], settings: Settings, counts: Counts) -> None:
-        self.name = f"relay-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        self.name = new_identity("relay")
         self._store = store
         self._outlets = dict(outlets)
         self._settings = settings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from holdfast.core.job import JobView
+from holdfast.core.job import DEFAULT_QUEUE, JobView
 from holdfast.core.person import Person, Right
 from holdfast.core.states import OPERATOR_PREFIX, State
 from holdfast.core.story import BrokenStory, fold
@@ -149,7 +149,8 @@ class Operating:
         """Workers by name, and how many leases they hold; for who is of every tenant, since they serve all."""
         person.check(Right.READ)
         person.check_all_tenants("the list of workers")
-        return await self._engine.workers(list(queues) or await self._engine.queues())
+        # The engine lists queues that have had a job; a worker may be there first.
+        return await self._engine.workers(list(queues) or sorted({DEFAULT_QUEUE, *await self._engine.queues()}))
 
     async def log(
         self, person: Person, wanted: LogFilter | None = None, limit: int = 50, cursor: str | None = None

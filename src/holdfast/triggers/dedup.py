@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Final, Literal, Protocol
@@ -26,6 +24,7 @@ import msgspec
 from holdfast.clock import Clock, SystemClock
 from holdfast.effects.desk import Desk
 from holdfast.errors import LedgerUnavailable
+from holdfast.identity import new_identity
 from holdfast.ledger.port import Effects, Held, KeyState, Outcome, Reservation
 from holdfast.triggers.envelope import storable
 
@@ -143,7 +142,7 @@ class LedgerDedup(Dedup):
         self._queue = queue_name
         self._lease_s = lease_s
         self._monotonic = monotonic
-        self._worker = f"trigger-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        self._worker = new_identity("trigger")
         #: Ours, by token.
         self._active: dict[str, Ticket] = {}
         #: Others' reservations, and since when they have been seen unchanged: by our clock, since theirs may be wrong.

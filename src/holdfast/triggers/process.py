@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
-from uuid import uuid4
 
 import msgspec
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import BrokerUnavailable, HoldfastError
+from holdfast.identity import new_identity
 from holdfast.ledger.trigger_book import Presence, TriggerBook
 from holdfast.triggers.building import Built, build, told_together
 from holdfast.triggers.config import TriggerEntry
@@ -36,6 +34,14 @@ REPORT_S: Final = 2.0
 _FORGET_MS: Final = 60_000
 #: A store that has not answered by then is asked again at the next turn.
 _PATIENCE_S: Final = 5.0
+
+
+class TriggersReadiness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether messages can be handed over."""
+
+    ready: bool
+    #: Triggers that cannot.
+    failing: list[str]
 
 
 class Triggers:
@@ -55,7 +61,7 @@ class Triggers:
         self._built = _all(app, entries)
         self._report_s = report_s
         self._clock = clock or SystemClock()
-        self.process = f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        self.process = new_identity()
         self._stopping = asyncio.Event()
         self._hurrying = asyncio.Event()
         #: The last that was heard of people's wishes.
@@ -69,6 +75,12 @@ class Triggers:
     def ready(self) -> bool:
         """Whether every trigger can hand messages over; False before the start and from the first `stop` on."""
         return self._running and not self._stopping.is_set() and all(each.trigger.ready for each in self._built)
+
+    async def readiness(self) -> TriggersReadiness:
+        """For `/readyz`."""
+        return TriggersReadiness(
+            ready=self.ready, failing=[each.entry.name for each in self._built if not each.trigger.ready]
+        )
 
     def stop(self) -> None:
         """Take nothing new, finish what is in hand, end. A second call does not wait for what is in hand."""

@@ -20,18 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import uniform
 from typing import Final
-from uuid import uuid4
 
 from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.engine.port import Engine, FeedEntry
 from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
+from holdfast.identity import new_identity
 from holdfast.ledger.port import Ledger, Position, PositionMoved, Projected
 from holdfast.observe.counts import Counts
 from holdfast.upkeep.admission import admit
@@ -78,7 +76,7 @@ class Projector:
     ) -> None:
         """`forked` is told the queue of a feed that has forked: jobs may be lost, the reconciler knows."""
         assert ledger.projection is not None
-        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        self.name = name or new_identity()
         self._engine = engine
         self._ledger = ledger
         self._projection = ledger.projection

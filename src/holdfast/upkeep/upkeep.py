@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Sequence
 from typing import Final
-from uuid import uuid4
 
 from holdfast.engine.port import Due, Engine
 from holdfast.errors import EngineUnavailable
+from holdfast.identity import new_identity
 from holdfast.ledger.port import Ledger
+from holdfast.readiness import DRAINING, OK, STARTING
 from holdfast.settings import Settings
 from holdfast.upkeep.alarm import Alarm
 from holdfast.upkeep.bookkeeping import Bookkeeping
@@ -39,12 +38,15 @@ class Upkeep:
         self._names = tuple(queues)
         self._queues = Queues(engine, queues)
         self._settings = settings
-        self.incarnation = f"upkeep-{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+        #: Its name in the engine. Made by `run`: upkeep may be built before a fork.
+        self.incarnation = ""
         self._stopped = asyncio.Event()
-        self._promoter = Promoter(engine, self._queues)
-        self._pruner = Pruner(engine, self._queues)
-        self._alarm = Alarm(engine, self._queues, settings, ledger)
-        self._reclaimer = Reclaimer(engine, self._queues, settings, self.incarnation)
+        self._promoter: Promoter | None = None
+
+    @property
+    def status(self) -> str:
+        """`starting`, `ok` or `draining`."""
+        return DRAINING if self._stopped.is_set() else STARTING if self._promoter is None else OK
 
     def stop(self) -> None:
         """Let `run` return soon. Safe to call twice."""
@@ -52,9 +54,14 @@ class Upkeep:
 
     async def run(self) -> None:
         """Keep until stopped; no failure of the engine ends it."""
-        loops = [self._promoter.run(), self._pruner.run(), self._alarm.run(), forever("listener", self._listen)]
+        self.incarnation = new_identity("upkeep")
+        engine, queues = self._engine, self._queues
+        promoter = self._promoter = Promoter(engine, queues)
+        alarm = Alarm(engine, queues, self._settings, self._ledger)
+        reclaimer = Reclaimer(engine, queues, self._settings, self.incarnation)
+        loops = [promoter.run(), Pruner(engine, queues).run(), alarm.run(), forever("listener", self._listen)]
         if self._settings.reclaim:
-            loops.append(self._reclaimer.run())
+            loops.append(reclaimer.run())
         tasks = [asyncio.create_task(loop) for loop in loops]
         bookkeeping = self._start_bookkeeping()
         try:
@@ -65,7 +72,7 @@ class Upkeep:
             await asyncio.gather(*tasks, return_exceptions=True)
             if bookkeeping is not None:
                 await bookkeeping.stop()
-            await self._leave()
+            await _leave(reclaimer)
 
     def _start_bookkeeping(self) -> Bookkeeping | None:
         if self._ledger is None:
@@ -79,12 +86,13 @@ class Upkeep:
         if not queues:
             return 1.0
         for notice in await self._engine.listen(queues, _LISTEN_MS):
-            if isinstance(notice, Due):
+            if isinstance(notice, Due) and self._promoter is not None:
                 self._promoter.due(notice.at_ms)
         return 0.0
 
-    async def _leave(self) -> None:
-        try:
-            await self._reclaimer.leave()
-        except EngineUnavailable as exc:
-            _log.warning("upkeep could not take leave of the engine: %s", exc)
+
+async def _leave(reclaimer: Reclaimer) -> None:
+    try:
+        await reclaimer.leave()
+    except EngineUnavailable as exc:
+        _log.warning("upkeep could not take leave of the engine: %s", exc)

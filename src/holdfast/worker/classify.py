@@ -68,11 +68,11 @@ def raised(exc: BaseException, policy: Policy) -> Raised:
     """The user's code raised this."""
     kind = _kind(exc, policy)
     if kind is not Kind.UNDECIDED:
-        return Raised(kind, failure(_CODES[kind], exc))
+        return Raised(kind, failure(_CODES[kind], exc), exc)
     undecided = list(_undecided(exc))
     # A group's own message names no key; these do, and say what to do.
     message = "; ".join(map(_message, undecided))
-    return Raised(kind, Failure(undecided[0].code, _said(message), type_name(exc), _stack(exc)))
+    return Raised(kind, Failure(undecided[0].code, _said(message), type_name(exc), _stack(exc)), exc)
 
 
 def left_undecided(verdict: Verdict, undecided: Mapping[str, str]) -> Verdict:
@@ -89,12 +89,12 @@ def left_undecided(verdict: Verdict, undecided: Mapping[str, str]) -> Verdict:
 
 def misfit(exc: Exception) -> Raised:
     """The payload does not fit the task: a dead letter at once."""
-    return Raised(Kind.MISFIT, failure(_payload_code(exc), exc))
+    return Raised(Kind.MISFIT, failure(_payload_code(exc), exc), exc)
 
 
 def bad_result(exc: Exception) -> Raised:
     """The function ran, but what it returned cannot be kept. Running it again would give the same."""
-    return Raised(Kind.FATAL, failure(_payload_code(exc), exc))
+    return Raised(Kind.FATAL, failure(_payload_code(exc), exc), exc)
 
 
 def unknown_task(task: str, known: tuple[str, ...]) -> Raised:
@@ -119,8 +119,8 @@ def guard_failed(exc: Exception) -> Raised:
     if isinstance(exc, NoLedger):
         return nobody_to_ask(exc)
     if isinstance(exc, Unavailable):
-        return Raised(Kind.UNAVAILABLE, failure(DEPENDENCY_UNAVAILABLE, exc))
-    return Raised(Kind.RETRYABLE, failure(GuardFailed.code, exc))
+        return Raised(Kind.UNAVAILABLE, failure(DEPENDENCY_UNAVAILABLE, exc), exc)
+    return Raised(Kind.RETRYABLE, failure(GuardFailed.code, exc), exc)
 
 
 def nobody_to_ask(exc: NoLedger) -> Raised:
@@ -128,10 +128,12 @@ def nobody_to_ask(exc: NoLedger) -> Raised:
     return Raised(Kind.FATAL, failure(exc.code, exc))
 
 
-def timed_out(timeout_s: float) -> Raised:
-    """It had its time; a retry may be quicker."""
+def timed_out(timeout_s: float, cancelled: BaseException | None = None) -> Raised:
+    """It had its time; a retry may be quicker. `cancelled`: how its code ended, which shows where it was."""
     message = f"the task ran longer than its timeout of {timeout_s:g} s"
-    return Raised(Kind.RETRYABLE, Failure(TASK_TIMEOUT, message, TimeoutError.__name__))
+    error = TimeoutError(message)
+    error.__cause__ = cancelled
+    return Raised(Kind.RETRYABLE, Failure(TASK_TIMEOUT, message, TimeoutError.__name__), error)
 
 
 def process_died(exit_code: int | None) -> Raised:

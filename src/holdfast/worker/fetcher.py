@@ -79,6 +79,11 @@ class Fetcher:
         """Whether the loop ticked lately and the engine answered."""
         return self._backoff.failures == 0 and time.monotonic() - self._ticked_at < _STALE_S
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has yet to tick for the first time."""
+        return self._ticked_at == -math.inf and self._backoff.failures == 0
+
     async def run(self) -> None:
         """Fetch until cancelled. Never ends by itself."""
         while True:

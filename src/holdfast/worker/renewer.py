@@ -2,7 +2,7 @@
 
 A task that blocks the worker's loop for longer than a lease keeps it, as long as its process lives
 (requirement Q4). In between it listens: an operator's cancellation, a change of controls, a job that
-falls due. Everything it learns is handed over to the worker's loop.
+falls due. Everything it learns is handed over to the worker's loop. It also watches that loop (`loop_watch`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from holdfast.core.job import Lease
 from holdfast.engine.port import MAX_BATCH, Cancelled, Control, Controlled, Due, Engine, Notice, PartlyDone
 from holdfast.errors import EngineUnavailable
 from holdfast.own_thread import OwnThread
+from holdfast.worker.loop_watch import LoopWatch
 from holdfast.worker.run import Held
 
 _log: Final = logging.getLogger("holdfast.worker")
@@ -61,6 +62,7 @@ class Renewer:
         self._listener = listener
         self._home = asyncio.get_running_loop()
         self._thread = OwnThread("holdfast-renewer", self._live)
+        self._watch = LoopWatch(held)
         self._opened = False
         self._beat_at = 0.0
         #: Since when each run is known to run, or when it left its last heartbeat.
@@ -80,6 +82,7 @@ class Renewer:
 
     async def _live(self) -> None:
         backoff = Backoff()
+        watching = asyncio.create_task(self._watch.run())
         try:
             while not self._thread.stopping:
                 try:
@@ -90,6 +93,7 @@ class Renewer:
                     _log.exception("renewing failed in an unexpected way, trying again")
                 await asyncio.sleep(backoff.next_s())
         finally:
+            watching.cancel()
             await self._engine.close()
 
     async def _connected(self, backoff: Backoff) -> None:

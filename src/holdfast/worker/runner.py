@@ -22,11 +22,11 @@ from time import perf_counter
 from typing import Final, assert_never
 
 from holdfast.core.job import Claim
-from holdfast.core.verdict import AskedApproval, GaveBack, Outcome, Returned, Settlement, judge
+from holdfast.core.verdict import AskedApproval, GaveBack, Outcome, Raised, Returned, Settlement, Succeed, judge
 from holdfast.effects.tools import Tools
 from holdfast.errors import Denied, NoLedger
 from holdfast.guard.gate import Gate
-from holdfast.observe.current import current
+from holdfast.observe.current import about, current
 from holdfast.observe.tracing import Tracer
 from holdfast.worker.children import Children
 from holdfast.worker.classify import (
@@ -39,6 +39,7 @@ from holdfast.worker.classify import (
     unknown_task,
 )
 from holdfast.worker.context import Context
+from holdfast.worker.failure_log import log_ending
 from holdfast.worker.perform import perform, perform_sync
 from holdfast.worker.plan import Mode, Plan, Policy
 from holdfast.worker.run import Held, Run, Stop
@@ -262,6 +263,8 @@ class Runner:
         if run.trace is not None:
             run.trace.end(verdict)
         self._settler.put(run, Settlement(run.claim, verdict, self.now_ms()))
+        if type(verdict) is not Succeed:
+            log_ending(run.claim, verdict, outcome)
 
     def _free(self, run: Run) -> None:
         """The slot is free: next, please."""
@@ -296,6 +299,8 @@ class Runner:
                 run.task.cancel()
                 self._loop.call_later(self._cancel_grace_s, self._throw_away, run)
         elif run.begun and not run.judged:
+            if why is Stop.TIMEOUT:
+                _log_uninterrupted(run)
             self._judge(run, _stopped(run, _STOPPED))
 
     def release_waiting(self, message: str) -> int:
@@ -353,6 +358,17 @@ class Runner:
         task.cancel()
 
 
+def _log_uninterrupted(run: Run) -> None:
+    _log.warning(
+        "the timeout of job %s (%s), %g s, has passed, but a thread cannot be interrupted: "
+        "the function still runs and takes a slot; check ctx.cancelled in it, or use process=True",
+        run.claim.job_id,
+        run.claim.task,
+        run.plan.timeout_s,
+        extra=about(run.claim),
+    )
+
+
 def _consume(task: asyncio.Task[None]) -> None:
     """Look at the exception of a task that was thrown away, so that asyncio does not complain about it."""
     if not task.cancelled():
@@ -363,7 +379,7 @@ def _stopped(run: Run, outcome: Outcome) -> Outcome:
     """What a run that was ended from outside amounts to, whatever it raised on its way out."""
     match run.stopped:
         case Stop.TIMEOUT:
-            return timed_out(run.plan.timeout_s or 0)
+            return timed_out(run.plan.timeout_s or 0, outcome.error if isinstance(outcome, Raised) else None)
         case Stop.DRAIN:
             return outcome if outcome is _NOT_STARTED else _STOPPED
         case Stop.LOST | None:

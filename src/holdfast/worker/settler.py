@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from holdfast.core.backoff import Backoff
-from holdfast.core.verdict import Answer, DeadLetter, Settlement, Suspend
+from holdfast.core.verdict import Answer, Settlement
 from holdfast.engine.port import MAX_BATCH, Engine, PartlyDone
 from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.observe.current import about
@@ -179,16 +179,5 @@ class Settler:
                 _log.warning(
                     "the verdict on job %s came too late: the lease was lost, nothing was changed",
                     settlement.claim.job_id,
-                    extra=about(settlement.claim),
-                )
-            elif isinstance(settlement.verdict, DeadLetter | Suspend):
-                failure = settlement.verdict.failure
-                became = "failed for good" if isinstance(settlement.verdict, DeadLetter) else "is suspended"
-                _log.warning(
-                    "job %s %s: %s: %s",
-                    settlement.claim.job_id,
-                    became,
-                    failure.code,
-                    failure.message,
                     extra=about(settlement.claim),
                 )

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, Protocol
-from uuid import uuid4
 
 from holdfast.core.backoff import Backoff
 from holdfast.core.job import DEFAULT_QUEUE, JobView, Lease
@@ -26,10 +23,13 @@ from holdfast.engine.port import Control, Engine
 from holdfast.errors import EngineUnavailable, InvalidOption
 from holdfast.extras import require
 from holdfast.guard.gate import Gate
+from holdfast.identity import new_identity
 from holdfast.ledger.port import Ledger
 from holdfast.observe.counts import Counts
 from holdfast.observe.current import about
+from holdfast.observe.redact import redact
 from holdfast.observe.tracing import tracer_for
+from holdfast.readiness import DOWN, DRAINING, OK, STARTING
 from holdfast.settings import Settings
 from holdfast.upkeep.alarm import Alarm
 from holdfast.upkeep.bookkeeping import Bookkeeping
@@ -115,7 +115,9 @@ class Worker(Listener):
         self._max_jobs = max_jobs
         self._max_rss = max_rss
         self._cancel_grace_s = cancel_grace_s
-        self.incarnation = f"{name or f'{socket.gethostname()}-{os.getpid()}'}-{uuid4().hex[:8]}"
+        self._name = name or ""
+        #: Its name in the engine, in logs and histories. Made by `run`: a worker may be built before a fork.
+        self.incarnation = ""
         self._controls: dict[str, Control] = {}
         self._held: Held = set()
         self._draining = asyncio.Event()
@@ -133,6 +135,15 @@ class Worker(Listener):
     def ready(self) -> bool:
         """Whether the fetch loop ticked lately and the engine answered; False before, and while it drains."""
         return self._fetcher is not None and not self._draining.is_set() and self._fetcher.ready
+
+    @property
+    def status(self) -> str:
+        """`starting`, `ok`, `down` (it does not claim) or `draining`."""
+        if self._draining.is_set():
+            return DRAINING
+        if self._fetcher is None:
+            return STARTING
+        return OK if self._fetcher.ready else STARTING if self._fetcher.is_new else DOWN
 
     @property
     def counts(self) -> Counts:
@@ -174,6 +185,7 @@ class Worker(Listener):
     async def run(self) -> Ended:
         """Work until drained; returns why it ended. Cancelled, it drains in a hurry first."""
         self._check_places()
+        self.incarnation = new_identity(self._name)
         try:
             if not await self._connect():
                 return self._ended
@@ -205,6 +217,7 @@ class Worker(Listener):
     async def _work(self) -> Ended:
         assert self._engine is not None
         engine = self._engine
+        self._announce()
         bookkeeping = self._bookkeeping(engine)
         if bookkeeping is not None:
             await bookkeeping.prepare()
@@ -260,6 +273,22 @@ class Worker(Listener):
             self._draining.set()
             await self._see_through(asyncio.create_task(end()))
         return self._ended
+
+    def _announce(self) -> None:
+        facts = {
+            "incarnation": self.incarnation,
+            "engine": redact(self._app.settings.url),
+            "queues": list(self._queues),
+            "tasks": sorted(self._app.plans),
+        }
+        _log.info(
+            "worker %s started on %s: queues %s, tasks %s",
+            self.incarnation,
+            facts["engine"],
+            ", ".join(self._queues),
+            ", ".join(facts["tasks"]) or "none",
+            extra=facts,
+        )
 
     def _tools(self, engine: Engine) -> Tools:
         async def ledger() -> Ledger | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
 import weakref
@@ -33,11 +34,17 @@ class Place:
         if self.temporary:
             directory = tempfile.mkdtemp(prefix="holdfast-")
             self.path = Path(directory) / "temporary.db"
-            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+            weakref.finalize(self, _remove, directory, os.getpid())
         elif "\0" in path:
             raise InvalidOption(f"{path!r} is no path")
         else:
             self.path = Path(path).resolve()
+
+
+def _remove(directory: str, owner: int) -> None:
+    # A forked child that ends must not take its parent's database with it.
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class Store:

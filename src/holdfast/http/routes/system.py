@@ -12,18 +12,14 @@ from holdfast.errors import EngineUnavailable, Forbidden, LedgerUnavailable, Una
 from holdfast.http.asgi import Reply
 from holdfast.http.gate import DevGate
 from holdfast.http.operation import Answer, Call, operation
-from holdfast.http.problems import DOWN
+from holdfast.http.problems import DOWN as UNAVAILABLE
 from holdfast.http.wire import Request
 from holdfast.observe.metrics import exposition
+from holdfast.observe.scrape import Health
+from holdfast.readiness import DOWN, NONE, OK, engine_status, ledger_status
 
 _TAG: Final = "system"
 _METRICS: Final = 'task_total{queue="default",state="queued"} 1.0\n'
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The process answers."""
-
-    status: str
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,11 +70,11 @@ async def readiness(call: Call) -> Reply:
     """
     service = call.service
     engine = await _engine(call)
-    worker = "none" if service.worker is None else ("ok" if service.worker.ready else "down")
+    worker = NONE if service.worker is None else (OK if service.worker.ready else DOWN)
     found = Readiness(
-        ready=engine == "ok" and worker != "down",
+        ready=engine == OK and worker != DOWN,
         engine=engine,
-        ledger=await _ledger(call) if engine == "ok" else "down",
+        ledger=await ledger_status(service.offices.ledger) if engine == OK else DOWN,
         worker=worker,
     )
     return Reply(found) if found.ready else Reply(found, 503, [(b"retry-after", b"1")])
@@ -91,7 +87,7 @@ async def readiness(call: Call) -> Reply:
     tag=_TAG,
     right=None,
     answers={200: Answer("Metrics in Prometheus' format.", content_type="text/plain", example=_METRICS)},
-    errors=(Unauthorized, Forbidden, *DOWN),
+    errors=(Unauthorized, Forbidden, *UNAVAILABLE),
 )
 async def metrics(call: Call) -> Reply:
     """Metrics, for a token that is of every tenant unless the service is set up to show them to everybody."""
@@ -144,19 +140,6 @@ async def dev_link(call: Call) -> Reply:
 
 async def _engine(call: Call) -> str:
     try:
-        await call.service.offices.engine.now_ms()
-        await call.service.offices.engine.queues()
+        return await engine_status(call.service.offices.engine)
     except EngineUnavailable:
-        return "down"
-    return "ok"
-
-
-async def _ledger(call: Call) -> str:
-    ledger = call.service.offices.ledger
-    if ledger is None:
-        return "none"
-    try:
-        await ledger.queries.tenants()
-    except LedgerUnavailable:
-        return "down"
-    return "ok"
+        return DOWN

@@ -1,0 +1,49 @@
+"""Names of processes in stores and logs: `NAME@HOST-PID-TOKEN`, or without a name `HOST-PID-TOKEN`.
+
+The token is the second of the start and 32 random bits, in hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from typing import Final
+
+_RANDOM_BYTES: Final = 4
+_TOKEN: Final = re.compile(r"(?P<started_s>[0-9a-f]{8})[0-9a-f]{8}")
+_PID: Final = re.compile(r"[0-9]{1,10}")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a process's name says."""
+
+    name: str
+    host: str
+    pid: int
+    started_at_ms: int
+
+
+def new_identity(name: str = "") -> str:
+    """A name that no other start of any process has.
+
+    Make it when the work starts, never at import: what a fork copies is not unique.
+    """
+    token = f"{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(_RANDOM_BYTES)}"
+    process = f"{socket.gethostname()}-{os.getpid()}-{token}"
+    return f"{name}@{process}" if name else process
+
+
+def parse_identity(identity: str) -> Identity | None:
+    """What `new_identity` put into a name; None for another program's."""
+    head, _, token = identity.rpartition("-")
+    head, _, pid = head.rpartition("-")
+    name, _, host = head.rpartition("@")
+    started = _TOKEN.fullmatch(token)
+    if started is None or not _PID.fullmatch(pid) or not host:
+        return None
+    return Identity(name, host, int(pid), int(started["started_s"], 16) * 1000)

@@ -1,0 +1,77 @@
+"""What a worker logs when an attempt does not succeed: one record, with the exception and the job's fields.
+
+A retry is a warning, a job that failed for good an error. The message is redacted and bounded; the exception itself is
+passed as `exc_info`, as it was raised, for handlers such as Sentry's. holdfast's own formatters redact its traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from holdfast.core.job import Claim, Failure
+from holdfast.core.verdict import GUARD_DENIED, DeadLetter, Hold, Outcome, Raised, Release, RetryLater, Suspend, Verdict
+from holdfast.observe.current import about
+
+_log: Final = logging.getLogger("holdfast.worker")
+
+
+class ChildTaskError(Exception):
+    """A task failed in a child process. Its cause shows the traceback of the child."""
+
+
+class ChildTraceback(Exception):
+    """The traceback of a child process, as text."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+def log_ending(claim: Claim, verdict: Verdict, outcome: Outcome) -> None:
+    """Log what became of an attempt, unless it succeeded. Never raises."""
+    try:
+        _log_ending(claim, verdict, _error(outcome) if isinstance(outcome, Raised) else None)
+    except Exception as exc:  # noqa: BLE001 - a handler of the user's may raise anything
+        _log.error("the failure of job %s could not be logged: %s", claim.job_id, type(exc).__name__)
+
+
+def _error(outcome: Raised) -> BaseException | None:
+    """What was raised; an exception that stands for it if that was in a child process."""
+    if outcome.error is not None or not outcome.failure.stack:
+        return outcome.error
+    error = ChildTaskError(_described(outcome.failure))
+    error.__cause__ = ChildTraceback(outcome.failure.stack)
+    return error
+
+
+def _log_ending(claim: Claim, verdict: Verdict, error: BaseException | None) -> None:
+    match verdict:
+        case RetryLater(counts=False, failure=failure):
+            # Once an outage: a job may wait for days.
+            first = not claim.meta.unavailable_count
+            level = logging.WARNING if first else logging.INFO
+            text = "job %s (%s) waits for a dependency, next attempt in %g s: %s"
+            arguments: tuple[Any, ...] = (claim.job_id, claim.task, verdict.delay_ms / 1000, _described(failure))
+            _log.log(level, text, *arguments, exc_info=error if first else None, extra=_fields(claim, failure))
+        case RetryLater(failure=failure, delay_ms=delay_ms):
+            arguments = (claim.attempt, claim.job_id, claim.task, delay_ms / 1000, _described(failure))
+            text = "attempt %d of job %s (%s) failed, retry in %g s: %s"
+            _log.warning(text, *arguments, exc_info=error, extra=_fields(claim, failure))
+        case DeadLetter(failure=failure) | Suspend(failure=failure):
+            became = "is suspended" if isinstance(verdict, Suspend) else "failed for good"
+            # A guard's answer is a decision.
+            level = logging.WARNING if failure.code == GUARD_DENIED else logging.ERROR
+            arguments = (claim.job_id, claim.task, became, _described(failure))
+            _log.log(level, "job %s (%s) %s: %s", *arguments, exc_info=error, extra=_fields(claim, failure))
+        case Hold(message=message):
+            _log.info("job %s (%s) waits for approval: %s", claim.job_id, claim.task, message, extra=about(claim))
+        case Release(message=message):
+            _log.debug("job %s (%s) was released: %s", claim.job_id, claim.task, message, extra=about(claim))
+
+
+def _fields(claim: Claim, failure: Failure) -> dict[str, Any]:
+    return about(claim) | {"code": failure.code, "error_type": failure.type}
+
+
+def _described(failure: Failure) -> str:
+    return ": ".join(part for part in (failure.code, failure.type, failure.message) if part)

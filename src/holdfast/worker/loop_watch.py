@@ -1,0 +1,156 @@
+"""Notices from another thread that the worker's event loop is blocked, and by which job.
+
+The watch puts a callback on the loop and waits for it to run. Callbacks run in the order in which they were put there,
+so a task that is seen running twice while one of them waits has not yielded in between: its code blocks the loop. Jobs
+pay nothing for this; only a loop that is blocked is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextvars import Context
+from types import FrameType
+from typing import Any, Final
+
+from holdfast.core.job import Claim
+from holdfast.observe.current import about, current
+from holdfast.worker.run import Held
+
+_log: Final = logging.getLogger("holdfast.worker")
+
+#: A loop that is blocked for longer is worth a line.
+BLOCKED_S: Final = 1.0
+#: How exactly the time is known.
+_LOOK_S: Final = 0.1
+_PAUSE_S: Final = 0.15
+#: A look that comes later than this counts for no more: this process was stopped, which is not the task's fault.
+_STALL_S: Final = 0.5
+
+Task = asyncio.Task[Any]
+
+
+class LoopWatch:
+    """Watches the event loop on which it is made; `run` in another thread's loop."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._answered = True
+
+    async def run(self) -> None:
+        """Until cancelled, or the loop is closed."""
+        try:
+            while True:
+                self._answered = False
+                self._loop.call_soon_threadsafe(self._answer)
+                await self._until_answered()
+                await asyncio.sleep(_PAUSE_S)
+        except RuntimeError as exc:
+            _log.debug("the worker's loop is no longer watched: %s", exc)
+
+    def _answer(self) -> None:
+        self._answered = True
+
+    async def _until_answered(self) -> None:
+        block = _Block()
+        while not self._answered:
+            asleep_at = time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+            slept_s = time.monotonic() - asleep_at
+            task = asyncio.current_task(self._loop)
+            if task is not block.task:
+                block.end()
+                block = _Block(task)
+            block.seen_s += min(slept_s, _STALL_S)
+            if not self._answered:
+                self._look(block, task)
+        block.end()
+
+    def _look(self, block: _Block, task: Task | None) -> None:
+        if block.seen_s < BLOCKED_S:
+            return
+        claim = None if task is None else _claim_of(task)
+        if not block.logged:
+            block.logged = True
+            block.who = _name(claim, task)
+            block.fields = {} if claim is None else about(claim)
+            _log.warning(
+                "%s has blocked the event loop for %.1f s, and everything else in this worker waits for it, at %s; "
+                "await instead, or make the task a plain function",
+                block.who,
+                block.seen_s,
+                _where(sys._current_frames().get(self._thread)),
+                extra=block.fields,
+            )
+        if claim is not None and not block.overtime:
+            block.overtime = self._is_overtime(claim)
+
+    def _is_overtime(self, claim: Claim) -> bool:
+        """Say so once if the timeout of this run has passed."""
+        run = next((run for run in self._held.copy() if run.claim is claim), None)
+        if run is None or run.plan.timeout_s is None or time.perf_counter() - run.began_at < run.plan.timeout_s:
+            return False
+        _log.warning(
+            "the timeout of job %s (%s), %g s, has passed, "
+            "but its code blocks the event loop and cannot be interrupted",
+            claim.job_id,
+            claim.task,
+            run.plan.timeout_s,
+            extra=about(claim),
+        )
+        return True
+
+
+class _Block:
+    """What has been seen to run, and for how long."""
+
+    def __init__(self, task: Task | None = None) -> None:
+        self.task = task
+        self.seen_s = 0.0
+        self.who = ""
+        self.fields: dict[str, Any] = {}
+        self.logged = False
+        self.overtime = False
+
+    def end(self) -> None:
+        if self.logged:
+            _log.warning(
+                "the event loop continues; %s blocked it for %.1f s",
+                self.who,
+                self.seen_s,
+                extra=self.fields,
+            )
+
+
+def _claim_of(task: Task) -> Claim | None:
+    """The job that this task, or the task that started it, is part of."""
+    claims = (context.get(current) for context in _contexts_of(task))
+    return next((claim for claim in claims if claim is not None), None)
+
+
+def _contexts_of(task: Task) -> list[Context]:
+    get_context: Callable[[], Context] | None = getattr(task, "get_context", None)
+    if get_context is not None:
+        return [get_context()]
+    # Before Python 3.12 a task does not show its context.
+    return [held for held in gc.get_referents(task) if isinstance(held, Context)]
+
+
+def _name(claim: Claim | None, task: Task | None) -> str:
+    if claim is not None:
+        return f"job {claim.job_id} ({claim.task})"
+    return "code outside of any job" if task is None else f"task {task.get_name()}"
+
+
+def _where(frame: FrameType | None) -> str:
+    if frame is None:
+        return "an unknown line"
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
