@@ -13,7 +13,7 @@ import typer
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.format import as_json as raw_json
 from holdfast.cli.format import shorten, span
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import emit_facts, emit_json, emit_rows, note
 from holdfast.cli.story import event_document, event_rows, moment
 from holdfast.cli.who import at_work
 from holdfast.core.codec import encode_json
@@ -85,8 +85,7 @@ async def show(at: Connection, approval_id: ApprovalId, as_json: AsJson = False)
     if as_json:
         emit_json(_sheet_document(sheet))
         return
-    for name, value in _facts(sheet, now_ms):
-        print(f"{name:<10} {value}")
+    emit_facts(_facts(sheet, now_ms))
     if sheet.approval.votes:
         print()
         votes = [

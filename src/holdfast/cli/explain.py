@@ -9,7 +9,7 @@ import typer
 
 from holdfast.cli.command import AsJson, Connection, OneQueue, command
 from holdfast.cli.doubts import MANY, as_they_are
-from holdfast.cli.output import emit_json
+from holdfast.cli.output import emit_json, visible
 from holdfast.cli.stores import Stores, stores
 from holdfast.core.job import Event
 from holdfast.errors import EffectInDoubt, UnknownJob
@@ -53,7 +53,7 @@ async def explain_job(
     if as_json:
         emit_json({"job_id": job_id, "happened": told.happened, "why": told.why, "then": told.then})
         return
-    print("\n".join(told.sentences))
+    print(visible("\n".join(told.sentences)))
 
 
 async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str | None) -> Explanation:

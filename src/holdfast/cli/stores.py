@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.command import Connection, ledger_must_exist
 from holdfast.cli.lookup import find_job
+from holdfast.cli.output import note
 from holdfast.cli.who import who
 from holdfast.core.job import JobView
 from holdfast.core.person import Person
 from holdfast.core.states import State
 from holdfast.engine.port import Engine
-from holdfast.errors import InvalidOption, UnknownJob
+from holdfast.errors import InvalidOption, LedgerUnavailable, UnknownJob, UsageError
 from holdfast.ledger.factory import build_ledger
 from holdfast.settings import Settings
 
@@ -77,6 +78,26 @@ class Stores:
             for state, count in part.states.items():
                 states[state] += count
         return Counts(states, estimated)
+
+
+@asynccontextmanager
+async def ledger_queries(settings: Settings, engine: Engine) -> AsyncIterator[Queries | None]:
+    """The ledger's queries, or None: there is no ledger, nothing was written to it yet, or it does not answer."""
+    ledger = build_ledger(settings, engine)
+    if ledger is None:
+        yield None
+        return
+    try:
+        ledger_must_exist(settings)
+        await ledger.open()
+    except (UsageError, LedgerUnavailable) as exc:
+        note(f"ended jobs are not counted: {exc}")
+        yield None
+        return
+    try:
+        yield ledger.queries
+    finally:
+        await ledger.close()
 
 
 @asynccontextmanager

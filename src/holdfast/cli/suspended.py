@@ -12,7 +12,7 @@ from holdfast.cli.asking import All, DryRun, Rate, Yes, counted_first, print_rep
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.filters import Code, OneOfQueues, Task, Tenant, Words
 from holdfast.cli.format import job_document, joined, shorten, span
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import emit_json, emit_rows, note, visible
 from holdfast.cli.parse import when
 from holdfast.cli.sheet import print_job
 from holdfast.cli.story import moment
@@ -91,7 +91,7 @@ async def show(
     emit_rows(("when", "after", "what", "detail"), timeline_rows(view), empty="")
     if view.failure is not None and view.failure.stack:
         print()
-        print(view.failure.stack.rstrip())
+        print(visible(view.failure.stack.rstrip()))
 
 
 @command(
