@@ -10,6 +10,7 @@ import typer
 from holdfast.cli.command import AsJson, Connection, OneQueue, command
 from holdfast.cli.doubts import MANY, as_they_are
 from holdfast.cli.output import emit_json, visible
+from holdfast.cli.prefixes import abbreviated
 from holdfast.cli.stores import Stores, stores
 from holdfast.core.job import Event
 from holdfast.errors import EffectInDoubt, UnknownJob
@@ -49,14 +50,23 @@ async def explain_job(
     Needs a ledger: the engine's own file on SQLite, HOLDFAST_LEDGER on Redis.
     """
     async with stores(at) as both:
-        told = await _explained(both, job_id, tenant, queue)
+        both.remembered()
+        whole, told = await abbreviated(
+            both.queries,
+            "job",
+            both.person,
+            job_id,
+            lambda whole: _explained(both, whole, tenant, queue),
+            queue=queue,
+            tenant=tenant,
+        )
     if as_json:
-        emit_json({"job_id": job_id, "happened": told.happened, "why": told.why, "then": told.then})
+        emit_json({"job_id": whole, "happened": told.happened, "why": told.why, "then": told.then})
         return
     print(visible("\n".join(told.sentences)))
 
 
-async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str | None) -> Explanation:
+async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str | None) -> tuple[str, Explanation]:
     # SQLAlchemy, which other commands do not need.
     from holdfast.ledger.explain import Explanation, Scene, explain
 
@@ -68,7 +78,8 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
         if live is None or tenant not in (None, live.tenant_id):
             raise
         why = f"The engine has it as {live.state}; the ledger does not have it yet."
-        return Explanation([], [why], ["Ask again in a moment. If this lasts: does a worker or `holdfast upkeep` run?"])
+        then = "Ask again in a moment. If this lasts: does a worker or `holdfast upkeep` run?"
+        return job_id, Explanation([], [why], [then])
     letter = await queries.dead_letter(job.key)
     if live is not None and (live.queue, live.tenant_id) != (job.queue, job.tenant_id):
         live = None
@@ -86,7 +97,7 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
         approvals=await _approvals(queries, job),
         deeds=await _deeds(queries, job),
     )
-    return explain(events, scene)
+    return job_id, explain(events, scene)
 
 
 def _replay_of(job: JobDetail) -> str | None:

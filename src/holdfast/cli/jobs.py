@@ -11,6 +11,7 @@ from holdfast.cli.format import job_document, state_text
 from holdfast.cli.lookup import queues_or_all
 from holdfast.cli.output import emit_json, emit_rows, note, visible
 from holdfast.cli.parse import when
+from holdfast.cli.prefixes import abbreviated, whole_job_ids
 from holdfast.cli.sheet import engine_row, ledger_row, print_beside, print_job
 from holdfast.cli.stores import Stores, ledger_queries, stores
 from holdfast.cli.story import Story, counts_document, event_rows, row_document, stacks, story_document
@@ -149,7 +150,15 @@ async def show(
     From the ledger; without one, what the engine still has (on Redis not the arguments of a job that succeeded).
     """
     async with stores(at) as both:
-        view, story = await _whole(both, job_id, tenant, queue)
+        view, story = await abbreviated(
+            both.queries,
+            "job",
+            both.person,
+            job_id,
+            lambda whole: _whole(both, whole, tenant, queue),
+            queue=queue,
+            tenant=tenant,
+        )
     if as_json:
         emit_json(job_document(view) | (story_document(story) if story is not None else {}))
         return
@@ -315,7 +324,7 @@ async def _act(
         raise InvalidOption("a job id must not be empty")
     done = []
     async with at_work(at) as (offices, person):
-        for job_id in job_ids:
+        for job_id in await whole_job_ids(offices, person, job_ids, queue):
             view = await offices.operating.locate(person, job_id, queue)
             came_from = await act(offices.operating, person, job_id, queue=view.queue, reason=reason)
             done.append({"job_id": job_id, "queue": view.queue, "from": came_from.value, "to": (to or came_from).value})
