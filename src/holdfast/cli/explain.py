@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -87,6 +87,9 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
     scene = Scene(
         job_id=job_id,
         now_ms=await both.engine.now_ms(),
+        task=job.job_type,
+        queue=job.queue,
+        **await _queue(both, job.queue),
         live=live,
         lease_ms=round(both.settings.visibility_timeout_s * 1000),
         dlq_id=letter.dlq_id if letter is not None else job.dlq_id,
@@ -98,6 +101,14 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
         deeds=await _deeds(queries, job),
     )
     return job_id, explain(events, scene)
+
+
+async def _queue(both: Stores, queue: str) -> dict[str, Any]:
+    """What keeps workers from its jobs; who is not of every tenant does not learn how many workers there are."""
+    if not both.person.sees_all:
+        return {"paused": (await both.engine.control(queue)).paused}
+    stats = await both.engine.stats(queue)
+    return {"paused": stats.control.paused, "workers": stats.workers}
 
 
 def _replay_of(job: JobDetail) -> str | None:
