@@ -56,9 +56,12 @@ def attributes(kind: type) -> Iterator[str]:
             continue
         yield from vars(base)
         for node in ast.walk(ast.parse(inspect.getsource(base))):
-            is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-            if is_set and isinstance(node.value, ast.Name) and node.value.id == "self":
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
                 yield node.attr
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def members(kind: type) -> set[str]:
@@ -220,3 +223,17 @@ def test_every_setting_on_a_page_exists() -> None:
         for name in re.findall(r"\bHOLDFAST_[A-Z0-9_]*[A-Z0-9]\b", page.read_text(encoding="utf-8"))
     }
     assert sorted(one for one in named if one[1] not in known and one[1] not in _OTHER_VARIABLES) == []
+
+
+def test_every_target_of_the_audit_log_is_in_its_table() -> None:
+    targets = {
+        str(keyword.value.value)
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Action", "Deed")
+        for keyword in node.keywords
+        if keyword.arg == "target" and isinstance(keyword.value, ast.Constant)
+    }
+    assert {"job", "queue", "dlq"} <= targets
+    page = (ROOT / "docs" / "how-to" / "operate.md").read_text(encoding="utf-8")
+    assert sorted(targets - set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))) == []
