@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -237,3 +238,11 @@ def test_every_target_of_the_audit_log_is_in_its_table() -> None:
     assert {"job", "queue", "dlq"} <= targets
     page = (ROOT / "docs" / "how-to" / "operate.md").read_text(encoding="utf-8")
     assert sorted(targets - set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))) == []
+
+
+def test_every_package_is_in_the_architecture() -> None:
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    packages = {path.parent.name for path in (ROOT / "src" / "holdfast").glob("*/__init__.py")}
+    named = set(re.findall(r"`holdfast\.(\w+)`", page))
+    assert sorted(packages - named) == []
+    assert [name for name in named if importlib.util.find_spec(f"holdfast.{name}") is None] == []
