@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -244,6 +244,10 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[list[str]], int]:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(
+    (["a", "b"], [["", "77777777777漢漢漢 7777777777777漢漢漢漢 7"], ["7" * 39, ""]], 1),
+    80,
+)
 @given(tables(), st.integers(80, 200))
 def test_no_word_is_broken_and_no_line_is_too_long(table: tuple[list[str], list[list[str]], int], width: int) -> None:
     columns, rows, texts = table

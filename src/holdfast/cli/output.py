@@ -99,7 +99,8 @@ def as_table(
         return None
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column, fitting in zip(columns, widths, strict=True):
-        table.add_column(column, width=fitting)
+        # Not an ellipsis: rich counts a blank at the end of a line that has wide characters, and would cut the word.
+        table.add_column(column, width=fitting, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
