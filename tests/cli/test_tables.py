@@ -248,13 +248,14 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[list[str]], int]:
     (["a", "b"], [["", "77777777777漢漢漢 7777777777777漢漢漢漢 7"], ["7" * 39, ""]], 1),
     80,
 )
+@example((["a", "b" * 48], [["", "words " * 20]], 0), 80)
 @given(tables(), st.integers(80, 200))
 def test_no_word_is_broken_and_no_line_is_too_long(table: tuple[list[str], list[list[str]], int], width: int) -> None:
     columns, rows, texts = table
     out = io.StringIO()
     screen = Console(file=out, width=width, force_terminal=True, no_color=True, highlight=False)
     drawn = as_table(columns, rows, width, texts=texts)
-    screen.print(drawn or as_cards(columns, rows, screen), soft_wrap=True)
+    screen.print(drawn or as_cards(columns, rows, width), soft_wrap=True)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue()).splitlines()
     words = [word for row in (columns if drawn else (), *rows) for cell in row for word in cell.split()]
     assert not [word for word in words if not any(word in line for line in lines)]

@@ -13,7 +13,7 @@ from typing import Any, Final, TextIO
 
 import msgspec
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -82,7 +82,7 @@ def emit_rows(
         return
     screen = console(out)
     screen.print(
-        as_table(columns, shown, screen.width, texts=texts) or as_cards(columns, shown, screen), soft_wrap=True
+        as_table(columns, shown, screen.width, texts=texts) or as_cards(columns, shown, screen.width), soft_wrap=True
     )
 
 
@@ -106,9 +106,9 @@ def as_table(
     return table
 
 
-def as_cards(columns: Sequence[str], rows: Sequence[Sequence[Cell]], screen: Console) -> RenderableType:
+def as_cards(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> Group:
     """Each row as an entry of its own: the first cell, and below it the others with their names."""
-    return Group(*(line for row in rows for line in _card(columns, row, screen)))
+    return Group(*(line for row in rows for line in _card(columns, row, width)))
 
 
 def note(message: str) -> None:
@@ -138,29 +138,31 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, 
     ]
 
 
-def _card(columns: Sequence[str], row: Sequence[Cell], screen: Console) -> Iterator[Text]:
+def _card(columns: Sequence[str], row: Sequence[Cell], width: int) -> Iterator[Text]:
     first, *others = row
-    yield _unbroken(Text(str(first), style="bold"))
-    room = screen.width - len(_INDENT)
+    for line in _flow(Text(str(first), style="bold").split(" "), " ", width):
+        yield _unbroken(line)
     items = [
         Text.assemble((f"{name} ", "dim"), cell) for name, cell in zip(columns[1:], others, strict=True) if str(cell)
     ]
+    room = width - len(_INDENT)
+    for line in _flow(items, " · ", room):
+        # Longer than the room only if it is one item alone.
+        for part in _flow(line.split(" "), " ", room) if line.cell_len > room else [line]:
+            yield _unbroken(Text.assemble(_INDENT, part))
+
+
+def _flow(parts: Iterable[Text], joint: str, room: int) -> Iterator[Text]:
+    """Lines of whole parts. One that has no room stays whole, and the terminal breaks it."""
     line = Text()
-    for item in items:
-        joined = Text(" · ").join([line, item]) if line else item
-        if line and joined.cell_len > room:
-            yield from _wrapped(line, room, screen)
-            joined = item
-        line = joined
+    for part in parts:
+        longer = Text(joint).join([line, part]) if line else part
+        if line and longer.cell_len > room:
+            yield line
+            longer = part
+        line = longer
     if line:
-        yield from _wrapped(line, room, screen)
-
-
-def _wrapped(line: Text, room: int, screen: Console) -> Iterator[Text]:
-    """Lines of whole words; one that has no room stays whole, and the terminal breaks it."""
-    for part in line.wrap(screen, room, overflow="ignore"):
-        part.rstrip()
-        yield _unbroken(Text.assemble(_INDENT, part))
+        yield line
 
 
 def _unbroken(line: Text) -> Text:

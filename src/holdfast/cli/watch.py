@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group
 from rich.live import Live
 
 from holdfast.cli.exits import ExitCode
@@ -168,7 +168,7 @@ class _Screen:
             queues = [_document(sample) for sample in look.samples]
             emit_json_line({"at": iso(now_ms()), "queues": queues, "away": look.away})
         elif self._live is not None:
-            self._live.update(_picture(look, self._console), refresh=True)
+            self._live.update(_picture(look, self._console.width), refresh=True)
         else:
             for sample in look.samples:
                 print(_line(sample), flush=True)
@@ -188,15 +188,15 @@ def _document(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _picture(look: Look, screen: Console) -> RenderableType:
+def _picture(look: Look, width: int) -> Group:
     """A row for each queue; if that is too wide, a column for each; if that is, too, an entry for each."""
     columns = ("queue", *State, "workers", *(f"{name}/s" for name in _RATES))
     rows = [_row(sample) for sample in look.samples]
     rows += [(f"{queue} (away)", *("–" for _ in columns[1:])) for queue in look.away]
     title = f"{instant(now_ms())}   Ctrl-C ends"
     (corner, *queues), *facts = zip(columns, *rows, strict=True)
-    table = as_table(columns, rows, screen.width, texts=0) or as_table((corner, *queues), facts, screen.width, texts=0)
-    return Group(title, table or as_cards(columns, rows, screen))
+    table = as_table(columns, rows, width, texts=0) or as_table((corner, *queues), facts, width, texts=0)
+    return Group(title, table or as_cards(columns, rows, width))
 
 
 def _row(sample: Sample) -> tuple[str, ...]:
