@@ -9,10 +9,11 @@ import os
 import pty
 import re
 import shutil
+import sqlite3
 import struct
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -108,6 +109,10 @@ class Filled:
         event = Event(topic="warehouse.orders.placed", key=_KEY, payload={"n": 1}, tenant_id="a-tenant-with-a-name")
         (written,) = write(self.folder / "jobs.db", event)
         kill(self.folder / "jobs.db", written)
+        with closing(sqlite3.connect(self.folder / "jobs.db")) as connection:
+            # However slow the machine is, the processes have reported just now.
+            connection.execute("UPDATE trigger_presences SET seen_at = seen_at + 86400000")
+            connection.commit()
 
     async def _operate(self) -> None:
         offices, person = Offices.of(self.app), local_person()
