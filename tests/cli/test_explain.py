@@ -12,10 +12,10 @@ from typing import Final
 import pytest
 
 from tests.cli.deployments import PAIRS, Deployment, deployed
-from tests.cli.told_stories import STORIES, Tales
+from tests.cli.job_histories import HISTORIES, Histories
 from tests.people.world import World
 
-#: What differs between two runs of the same story.
+#: What differs between two runs of the same history.
 _VOLATILE: Final = (
     (re.compile(r"\b[0-9a-f]{32}\b"), "<id>"),
     (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"), "<instant>"),
@@ -27,10 +27,10 @@ Sentences = dict[str, list[str]]
 
 
 def explained(at: Deployment) -> Sentences:
-    async def tell(world: World) -> dict[str, str]:
-        return await Tales(world.app).tell()
+    async def make(world: World) -> dict[str, str]:
+        return await Histories(world.app).make_all()
 
-    ids = at.do(tell)
+    ids = at.do(make)
     return {
         name: [_steady(line) for line in at.run("explain", job_id).stdout.splitlines()] for name, job_id in ids.items()
     }
@@ -58,9 +58,9 @@ def test_the_same_sentences_on_all_stores(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = explained(deployed(pair, request, tmp_path, monkeypatch))
-    assert told.keys() == STORIES.keys()
-    assert told == embedded
+    sentences = explained(deployed(pair, request, tmp_path, monkeypatch))
+    assert sentences.keys() == HISTORIES.keys()
+    assert sentences == embedded
 
 
 def test_a_queue_that_is_paused_or_unserved_is_named(embedded: Sentences) -> None:

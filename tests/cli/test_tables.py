@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import io
-import os
-import pty
 import re
 import shutil
 import sqlite3
-import struct
-import termios
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +31,7 @@ from holdfast.testing import drain
 from tests import forked
 from tests.cli.harness import Shell, environment
 from tests.cli.test_outbox import kill, write
-from tests.cli.test_terminal import Terminal
+from tests.cli.test_terminal import terminal
 
 #: What must be found whole: ids, keys, names of workers. No instants, which have a colon, and no ages, which are short.
 _IDENTIFIER: Final = re.compile(r"[\w./-]{16,}")
@@ -160,25 +154,8 @@ def shell(filled: Filled, tmp_path: Path) -> Shell:
     return Shell(tmp_path, environment(tmp_path))
 
 
-@contextmanager
-def at_terminal(shell: Shell, width: int, *words: str) -> Iterator[Terminal]:
-    """The program on a pseudo-terminal that has this many columns; nothing else tells it the width."""
-    screen, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    variables = {name: value for name, value in shell.environment.items() if name not in ("COLUMNS", "LINES")}
-    variables["TERM"] = "xterm-256color"
-    process = forked.start(shell.command(*words), cwd=shell.folder, env=variables, stdin=end, stdout=end, stderr=end)
-    os.close(end)
-    try:
-        yield Terminal(process, screen)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(screen)
-
-
 def shown(shell: Shell, width: int, *words: str) -> list[str]:
-    with at_terminal(shell, width, *words) as screen:
+    with terminal(shell, *words, width=width, start=forked.start) as screen:
         return screen.read_all().splitlines()
 
 
@@ -224,7 +201,7 @@ def test_control_characters_are_shown_and_not_sent(shell: Shell) -> None:
     job_id = shell.run("submit", "add", "[1]", "--delay", "1h").stdout.strip()
     shell.run("jobs", "cancel", job_id, "--reason", nasty)
     for words in (("log",), ("jobs", "show", job_id), ("jobs", "list"), ("explain", job_id)):
-        with at_terminal(shell, 120, *words) as screen:
+        with terminal(shell, *words, width=120, start=forked.start) as screen:
             screen.read_all()
         for output in (screen.raw, shell.run(*words).stdout.encode()):
             assert b"\x1b]" not in output
@@ -236,7 +213,7 @@ def test_control_characters_are_shown_and_not_sent(shell: Shell) -> None:
 
 # The mechanism -------------------------------------------------------------------------------------
 
-_WORDS: Final = st.text("ab7-_./é漢", min_size=1, max_size=90)
+_WORDS: Final = st.text("ab7-_./[]:é漢", min_size=1, max_size=90)
 _CELLS: Final = st.lists(_WORDS, max_size=5).map(" ".join)
 
 
@@ -253,6 +230,7 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[list[str]], int]:
     (["a", "b"], [["", "77777777777漢漢漢 7777777777777漢漢漢漢 7"], ["7" * 39, ""]], 1),
     80,
 )
+@example((["a[b]", ":dog:"], [["[red]x", "[/] [bold]"]], 1), 80)
 @example((["a", "b" * 48], [["", "words " * 20]], 0), 80)
 @given(tables(), st.integers(80, 200))
 def test_no_word_is_broken_and_no_line_is_too_long(table: tuple[list[str], list[list[str]], int], width: int) -> None:

@@ -81,9 +81,9 @@ async def list_approvals(
 async def show(at: Connection, approval_id: ApprovalId, as_json: AsJson = False) -> None:
     """One question: the payload, what the task shows, who wants it and why, votes, and every step of the job."""
     async with at_work(at) as (offices, person):
-        office = offices.approvals
+        requests = offices.approvals
         sheet = await abbreviated(
-            queries_of(offices), "approval", person, approval_id, lambda whole: office.show(person, whole)
+            queries_of(offices), "approval", person, approval_id, lambda whole: requests.show(person, whole)
         )
         now_ms = await offices.engine.now_ms()
     if as_json:
@@ -125,13 +125,13 @@ async def reject(at: Connection, approval_id: ApprovalId, reason: Reason = "", a
 
 async def _vote(at: Connection, approval_id: str, *, approve: bool, reason: str, as_json: bool) -> None:
     async with at_work(at) as (offices, person):
-        office = offices.approvals
+        requests = offices.approvals
         row = await abbreviated(
             queries_of(offices),
             "approval",
             person,
             approval_id,
-            lambda whole: office.vote(person, whole, approve=approve, reason=reason),
+            lambda whole: requests.vote(person, whole, approve=approve, reason=reason),
         )
     if as_json:
         emit_json(_document(row))

@@ -10,7 +10,6 @@ import typer
 from holdfast.cli.command import AsJson, Connection, OneQueue, command
 from holdfast.cli.doubts import MANY, as_they_are
 from holdfast.cli.output import emit_json, visible
-from holdfast.cli.prefixes import abbreviated
 from holdfast.cli.stores import Stores, stores
 from holdfast.core.job import Event
 from holdfast.errors import EffectInDoubt, UnknownJob
@@ -51,15 +50,7 @@ async def explain_job(
     """
     async with stores(at) as both:
         both.remembered()
-        whole, told = await abbreviated(
-            both.queries,
-            "job",
-            both.person,
-            job_id,
-            lambda whole: _explained(both, whole, tenant, queue),
-            queue=queue,
-            tenant=tenant,
-        )
+        whole, told = await both.with_job(job_id, tenant, queue, lambda whole: _explained(both, whole, tenant, queue))
     if as_json:
         emit_json({"job_id": whole, "happened": told.happened, "why": told.why, "then": told.then})
         return

@@ -11,7 +11,7 @@ from holdfast.cli.format import job_document, state_text
 from holdfast.cli.lookup import queues_or_all
 from holdfast.cli.output import emit_json, emit_rows, note, visible
 from holdfast.cli.parse import when
-from holdfast.cli.prefixes import abbreviated, whole_job_ids
+from holdfast.cli.prefixes import whole_job_ids
 from holdfast.cli.sheet import engine_row, ledger_row, print_beside, print_job
 from holdfast.cli.stores import Stores, ledger_queries, stores
 from holdfast.cli.story import Story, counts_document, event_rows, row_document, stacks, story_document
@@ -150,15 +150,7 @@ async def show(
     From the ledger; without one, what the engine still has (on Redis not the arguments of a job that succeeded).
     """
     async with stores(at) as both:
-        view, story = await abbreviated(
-            both.queries,
-            "job",
-            both.person,
-            job_id,
-            lambda whole: _whole(both, whole, tenant, queue),
-            queue=queue,
-            tenant=tenant,
-        )
+        view, story = await both.with_job(job_id, tenant, queue, lambda whole: _whole(both, whole, tenant, queue))
     if as_json:
         emit_json(job_document(view) | (story_document(story) if story is not None else {}))
         return

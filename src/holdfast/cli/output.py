@@ -100,9 +100,10 @@ def as_table(
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column, fitting in zip(columns, widths, strict=True):
         # Not an ellipsis: rich counts a blank at the end of a line that has wide characters, and would cut the word.
-        table.add_column(column, width=fitting, overflow="fold")
+        table.add_column(Text(column), width=fitting, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        # As text: rich would take brackets in a string for markup.
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 

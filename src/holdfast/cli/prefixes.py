@@ -78,7 +78,7 @@ async def whole_job_ids(offices: Offices, person: Person, ids: list[str], queue:
     return [view.job_id]
 
 
-async def whole_letter_ids(offices: Offices, person: Person, ids: list[str]) -> list[str]:
+async def whole_dead_letter_ids(offices: Offices, person: Person, ids: list[str]) -> list[str]:
     """The same for dead letters."""
     if len(ids) != 1:
         return ids

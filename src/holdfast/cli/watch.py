@@ -168,7 +168,7 @@ class _Screen:
             queues = [_document(sample) for sample in look.samples]
             emit_json_line({"at": iso(now_ms()), "queues": queues, "away": look.away})
         elif self._live is not None:
-            self._live.update(_picture(look, self._console.width), refresh=True)
+            self._live.update(_render(look, self._console.width), refresh=True)
         else:
             for sample in look.samples:
                 print(_line(sample), flush=True)
@@ -188,7 +188,7 @@ def _document(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _picture(look: Look, width: int) -> Group:
+def _render(look: Look, width: int) -> Group:
     """A row for each queue; if that is too wide, a column for each; if that is, too, an entry for each."""
     columns = ("queue", *State, "workers", *(f"{name}/s" for name in _RATES))
     rows = [_row(sample) for sample in look.samples]

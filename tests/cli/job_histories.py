@@ -21,10 +21,10 @@ CAROL: Final = person("carol", Role.APPROVER)
 
 
 #: Does something, yields the job that it is about, and goes on once what is due has run.
-Story = Callable[["Tales", str], AsyncIterator[Job[Any]]]
+Hihistory = Callable[["Histories", str], AsyncIterator[Job[Any]]]
 
 
-class Tales:
+class Histories:
     """An app, and what its jobs go through."""
 
     def __init__(self, app: Holdfast) -> None:
@@ -83,18 +83,18 @@ class Tales:
     def offices(self) -> Offices:
         return Offices.of(self.app)
 
-    async def tell(self) -> dict[str, str]:
-        """All stories side by side, each in a queue of its own; the ids of their jobs."""
-        stories = {name: story(self, name) for name, story in STORIES.items()}
+    async def make_all(self) -> dict[str, str]:
+        """All histories side by side, each in a queue of its own; the ids of their jobs."""
+        histories = {name: history(self, name) for name, history in HISTORIES.items()}
         ids: dict[str, str] = {}
-        while stories:
-            for name, story in list(stories.items()):
-                job = await anext(story, None)
+        while histories:
+            for name, history in list(histories.items()):
+                job = await anext(history, None)
                 if job is None:
-                    del stories[name]
+                    del histories[name]
                 else:
                     ids[name] = job.id
-            await drain(self.app, sorted(STORIES.keys() - UNSERVED))
+            await drain(self.app, sorted(HISTORIES.keys() - UNSERVED))
             await self.app.ledger.caught_up(timeout=60)
         return ids
 
@@ -115,39 +115,39 @@ async def _once(task: Task[Any, Any], queue: str, *arguments: Any, **options: An
     yield await task.options(queue=queue, **options).submit(*arguments)
 
 
-async def _cancelled(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _cancelled(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue, delay=3_600).submit()
     await at.offices.operating.cancel(ADA, job.id, queue=queue, reason="customer withdrew")
     yield job
 
 
-async def _cancelled_while_running(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _cancelled_while_running(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue).submit()
     await at.claim(queue)
     await at.offices.operating.cancel(ADA, job.id, queue=queue, reason="")
     yield job
 
 
-async def _expedited(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _expedited(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue, delay=3_600).submit()
     await at.offices.operating.retry_now(ADA, job.id, queue=queue, reason="it is urgent")
     yield job
 
 
-async def _suspended_by_an_operator(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _suspended_by_an_operator(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue, delay=3_600).submit()
     await at.offices.operating.suspend(ADA, job.id, queue=queue, reason="let us wait")
     yield job
 
 
-async def _resumed(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _resumed(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.order.options(queue=queue).submit()
     yield job
     await at.offices.operating.resume(ADA, job.id, queue=queue, reason="it is there now")
     yield job
 
 
-async def _released(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _released(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue).submit()
     claim = await at.claim(queue)
     await at.app.engine.renew([claim.lease], [claim.lease])
@@ -156,46 +156,46 @@ async def _released(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
     yield job
 
 
-async def _running(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _running(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue).submit()
     await at.claim(queue)
     yield job
 
 
-async def _paused(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _paused(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     await at.offices.operating.change_control(ADA, queue, reason="moves", verb="pause", paused=True)
     yield await at.fetch.options(queue=queue).submit()
 
 
-async def _retrying_and_paused(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _retrying_and_paused(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue).submit()
     yield job
     await at.offices.operating.change_control(ADA, queue, reason="", verb="pause", paused=True)
     yield job
 
 
-async def _approved(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _approved(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.transfer.options(queue=queue).submit(1)
     await at.app.ledger.caught_up(timeout=60)
     await at.offices.approvals.vote(APPROVER, await at.approval_of(job), approve=True, reason="fine")
     yield job
 
 
-async def _rejected(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _rejected(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.transfer.options(queue=queue).submit(1)
     await at.app.ledger.caught_up(timeout=60)
     await at.offices.approvals.vote(APPROVER, await at.approval_of(job), approve=False, reason="too much")
     yield job
 
 
-async def _one_of_two(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _one_of_two(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.ask.options(queue=queue).submit()
     yield job
     await at.offices.approvals.vote(APPROVER, await at.approval_of(job), approve=True, reason="")
     yield job
 
 
-async def _two_of_two(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _two_of_two(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.ask.options(queue=queue).submit()
     yield job
     for voter in (APPROVER, CAROL):
@@ -203,21 +203,21 @@ async def _two_of_two(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
     yield job
 
 
-async def _replayed(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _replayed(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.charge.options(queue=queue).submit(5)
     yield job
     await at.offices.letters.replay(ADA, await at.letter_of(job), reason="the bank is back")
     yield job
 
 
-async def _replay(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _replay(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.charge.options(queue=queue).submit(5)
     yield job
     done = await at.offices.letters.replay(ADA, await at.letter_of(job), reason="")
     yield at.app.job(done.job_id, queue)
 
 
-async def _discarded(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _discarded(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.charge.options(queue=queue).submit(5)
     yield job
     await at.offices.letters.discard(ADA, await at.letter_of(job), "nothing to do")
@@ -225,7 +225,7 @@ async def _discarded(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
     yield job
 
 
-async def _kept(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _kept(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.charge.options(queue=queue).submit(5)
     yield job
     await at.offices.letters.discard(ADA, await at.letter_of(job), "nothing to do")
@@ -233,14 +233,14 @@ async def _kept(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
     yield job
 
 
-async def _unknown_task(at: Tales, queue: str) -> AsyncIterator[Job[Any]]:
+async def _unknown_task(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     envelope = Envelope(job_id=new_job_ids(1)[0], task="no.such.task", payload=b"{}", queue=queue)
     receipt = await (await at.app.desk()).submit(envelope)
     yield at.app.job(receipt.job_id, queue)
 
 
 #: By the names of their queues.
-STORIES: Final[dict[str, Story]] = {
+HISTORIES: Final[dict[str, Hihistory]] = {
     "succeeded": lambda at, queue: _once(at.second_time, queue),
     "delayed": lambda at, queue: _once(at.fetch, queue, delay=3_600),
     "retrying": lambda at, queue: _once(at.fetch, queue),
