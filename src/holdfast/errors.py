@@ -8,6 +8,7 @@
     │   ├─ PayloadTooLarge      over the limit
     │   ├─ InvalidOption        a negative delay, an unknown priority, a setting that cannot be
     │   ├─ UnknownJob           no job of that id (or it has expired)
+    │   ├─ AmbiguousId          a prefix that several ids begin with
     │   ├─ EffectMismatch       an effect's key belongs to another function, or to other arguments
     │   ├─ NoLedger             people need a ledger: tokens, approvals, dead letters
     │   └─ MissingExtra         a package of one of holdfast's extras is not installed; also an ImportError
@@ -120,11 +121,23 @@ class UnknownJob(UsageError):
 
     code = "UNKNOWN_JOB"
 
-    def __init__(self, job_id: str) -> None:
+    def __init__(self, job_id: str, advice: str = "") -> None:
         super().__init__(
             f"no job {job_id!r} here; it was never accepted, its record has expired, or it is in another queue"
+            + (f"; {advice}" if advice else "")
         )
         self.job_id = job_id
+
+
+class AmbiguousId(UsageError):
+    """The beginning of several ids; nothing was changed."""
+
+    code = "AMBIGUOUS_ID"
+
+    def __init__(self, noun: str, prefix: str, count: int, *, more: bool) -> None:
+        several = f"more than {count}" if more else f"{count}"
+        super().__init__(f"{prefix!r} is the beginning of {several} {noun} ids; give more characters, or the whole id")
+        self.prefix = prefix
 
 
 class EffectMismatch(UsageError):
@@ -206,8 +219,8 @@ class Unknown(HoldfastError):
 
     code = "NOT_FOUND"
 
-    def __init__(self, what: str, name: str) -> None:
-        super().__init__(f"there is no {what} {name!r} here")
+    def __init__(self, what: str, name: str, advice: str = "") -> None:
+        super().__init__(f"there is no {what} {name!r} here" + (f"; {advice}" if advice else ""))
         self.what = what
         self.name = name
 

@@ -12,6 +12,7 @@ from holdfast.core.codec import decode_json
 from holdfast.core.job import Attempt, Envelope, JobView, Receipt
 from holdfast.core.retry import Duration, duration_ms
 from holdfast.core.states import State
+from holdfast.core.verdict import OUTBOX_DEAD
 from holdfast.door import Door
 from holdfast.errors import JobCancelled, JobFailed, UnknownJob, WaitTimeout
 from holdfast.ledger.outbox_store import OutboxEvent, Status
@@ -141,7 +142,7 @@ class Job(Generic[R]):
         if event is None:
             raise UnknownJob(self.id)
         if event.status is Status.DEAD:
-            raise JobFailed(self.id, State.FAILED, "OUTBOX_DEAD", event.last_error)
+            raise JobFailed(self.id, State.FAILED, OUTBOX_DEAD, event.last_error)
         if event.status is not Status.SENT:
             return False
         if first := first_job(event):

@@ -290,8 +290,8 @@ def test_a_table_that_does_not_fit_breaks_no_id(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody has to copy it from here."""
-    monkeypatch.setattr("holdfast.cli.output.on_terminal", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
     columns = ("approval", "task", "tenant", "status", "asked", "question")
     row = ("01a1e0ab6d8a7e83b2c7891d6abf89eb", "pay.salaries", "default", "requested", "4.3 min ago", "more than 100")
     emit_rows(columns, [row, (*row[:5], "")], empty="")

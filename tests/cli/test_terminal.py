@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import subprocess
+import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -53,13 +56,15 @@ class Terminal:
 
 
 @contextmanager
-def terminal(shell: Shell, *words: str) -> Iterator[Terminal]:
-    """The program with stdout and stderr on a terminal of 160 columns."""
+def terminal(
+    shell: Shell, *words: str, width: int = 160, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+) -> Iterator[Terminal]:
+    """The program with stdout and stderr on a terminal of so many columns; nothing else says how wide it is."""
     screen, end = pty.openpty()
-    environment = shell.environment | {"TERM": "xterm-256color", "COLUMNS": "160", "LINES": "50"}
-    process = subprocess.Popen(
-        shell.command(*words), cwd=shell.folder, env=environment, stdin=end, stdout=end, stderr=end
-    )
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    environment = {name: value for name, value in shell.environment.items() if name not in ("COLUMNS", "LINES")}
+    environment["TERM"] = "xterm-256color"
+    process = start(shell.command(*words), cwd=shell.folder, env=environment, stdin=end, stdout=end, stderr=end)
     os.close(end)
     try:
         yield Terminal(process, screen)
@@ -92,7 +97,7 @@ def test_watch_is_a_live_table_until_ctrl_c(shell: Shell) -> None:
     shell.run("submit", "add", "[1]")
     with terminal(shell, "jobs", "watch", "--interval", "0.1") as screen:
         screen.read_until("Ctrl-C ends")
-        assert re.search(r"queue +queued +running", screen.read_until("default"))
+        assert re.search(r"queue +default\nqueued +1", screen.read_until("cancelled/s"))
         screen.process.send_signal(signal.SIGINT)
         assert screen.process.wait(PATIENCE_S) == 0
 

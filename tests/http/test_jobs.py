@@ -29,6 +29,16 @@ def test_a_job_is_accepted_and_can_be_looked_up(world: World) -> None:
     assert job["submitted_by"] == "ada"
 
 
+def test_a_prefix_of_an_id_is_not_an_id(world: World) -> None:
+    client = world.client()
+    job_id = _submit(client)
+    assert client.get(f"/api/v1/jobs/{job_id}").status_code == 200
+    for path in (f"/api/v1/jobs/{job_id[:-1]}", f"/api/v1/jobs/{job_id[:12]}"):
+        assert client.get(path).status_code == 404
+        assert client.post(f"{path}/cancel", json={"reason": "x"}).status_code == 404
+    assert client.get(f"/api/v1/jobs/{job_id}").json()["state"] == "queued"
+
+
 def test_waiting_gives_the_real_result(working: World) -> None:
     reply = working.client().post("/api/v1/jobs?wait=20", json={"task": "add", "payload": {"a": 1, "b": 2}})
     assert (reply.status_code, reply.json()["state"], reply.json()["result"]) == (200, "succeeded", 3)

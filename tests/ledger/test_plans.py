@@ -26,6 +26,7 @@ from holdfast.ledger.port import DeadLetter, KeyState, Outcome, Reservation, Ste
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.retention import PRUNE_JOBS
 from holdfast.ledger.postgres.store import Connection, PostgresStore
+from holdfast.ledger.prefixes import KINDS
 from tests.ledger.projection_rig import Feed, Scribe
 
 pytestmark = pytest.mark.postgres
@@ -163,6 +164,7 @@ async def ledger(filled: str) -> AsyncIterator[PostgresLedger]:
 
 KEY: Final = JobKey("default", "default", "job-777")
 NOW: Final = datetime.now(UTC)
+PRIMARY_KEYS: Final = {"job": "jobs_pk", "approval": "approvals_pk", "dead letter": "dlq_items_pk"}
 
 READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
     "the first page": lambda at: at.queries.jobs(JobFilter(), 50),
@@ -178,6 +180,9 @@ READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
     ),
     "by error": lambda at: at.queries.jobs(JobFilter(tenant_id="default", error="broken"), 50),
     "one job": lambda at: at.queries.job("job-777"),
+    "jobs by the beginning of an id": lambda at: at.queries.by_prefix("job", "job-777", None, None, 11),
+    "approvals by the beginning of an id": lambda at: at.queries.by_prefix("approval", "a-job-12", ["acme"], None, 11),
+    "dead letters by the beginning of an id": lambda at: at.queries.by_prefix("dead letter", "d-job-1", None, "q", 11),
     "one job's story": lambda at: at.queries.story(KEY),
     "one job's dead letter": lambda at: at.queries.dead_letter(KEY),
     "one job's steps": lambda at: at.queries.steps(KEY),
@@ -320,6 +325,18 @@ async def test_a_batch_of_retention_looks_at_few_jobs(ledger: PostgresLedger) ->
     nodes = list(_nodes(plan["Plan"]))
     read = sum(node["Actual Rows"] * node["Actual Loops"] for node in nodes if node.get("Relation Name") == "jobs")
     assert batch <= read <= 6 * batch, msgspec.json.encode(plan).decode()
+
+
+@pytest.mark.parametrize(("noun", "index"), PRIMARY_KEYS.items())
+async def test_a_prefix_is_a_range_of_the_primary_key(ledger: PostgresLedger, noun: str, index: str) -> None:
+    await ledger.queries.by_prefix(noun, f"{noun[0]}-job-7", ["default"], None, 11)
+    plans = ledger.store
+    assert isinstance(plans, Plans)
+    (plan,) = [plan for plan in plans.told if "DISTINCT" in plan]
+    assert re.search(rf"Index (Only )?Scan using {index}", plan), plan
+    column = KINDS[noun].id
+    assert re.search(rf"Index Cond: .*tenant_id = .* AND \({column} >= .* AND \({column} < ", plan), plan
+    assert "Sort" not in plan, plan
 
 
 def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:

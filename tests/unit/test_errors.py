@@ -87,6 +87,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "PayloadTooLarge": "PAYLOAD_TOO_LARGE",
         "InvalidOption": "INVALID_OPTION",
         "UnknownJob": "UNKNOWN_JOB",
+        "AmbiguousId": "AMBIGUOUS_ID",
         "EffectMismatch": "EFFECT_MISMATCH",
         "SignatureInvalid": "WEBHOOK_SIGNATURE_INVALID",
         "TransitionInvalid": "WF_STATE_TRANSITION_INVALID",

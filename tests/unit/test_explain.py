@@ -92,6 +92,10 @@ HAPPENED: dict[str, tuple[list[Event], str]] = {
         story((S.QUEUED, {"data": {"task": "shop.charge"}})),
         "It was submitted at 2026-11-15 14:00:00 UTC to run shop.charge.",
     ),
+    "cancelled without a reason": (
+        story(S.QUEUED, (S.CANCELLED, {"data": {"actor": "ann"}, "message": "no reason given (by ann)"})),
+        "It was cancelled at 2026-11-15 14:00:02 UTC by ann.",
+    ),
     "created for later": (
         story((S.QUEUED, {"data": {"run_at_ms": START_MS + 60_000}})),
         "It was submitted at 2026-11-15 14:00:00 UTC, no earlier than 2026-11-15 14:01:00 UTC.",
@@ -241,7 +245,44 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
         told(story(S.QUEUED)),
         [
             "It has waited in line for 1 min.",
-            "The next free worker of its queue takes it. If none does: is one running, or the queue paused?",
+            "The next free worker of its queue takes it.",
+        ],
+    ),
+    "queued and paused": (
+        told(story(S.QUEUED), queue="my mail", paused=True, workers=0),
+        [
+            "It has waited in line for 1 min.",
+            "Its queue is paused.",
+            "No worker takes it before `holdfast queues resume 'my mail'`.",
+        ],
+    ),
+    "queued and unserved": (
+        told(story(S.QUEUED), queue="mail", paused=False, workers=0),
+        [
+            "It has waited in line for 1 min.",
+            "No worker serves its queue.",
+            "It runs once one does: `holdfast worker APP --queue mail`.",
+        ],
+    ),
+    "queued and served": (
+        told(story(S.QUEUED), queue="mail", paused=False, workers=2),
+        ["It has waited in line for 1 min.", "The next free worker of its queue takes it."],
+    ),
+    "queued for later and paused": (
+        told(story((S.QUEUED, {"data": {"run_at_ms": START_MS + 90_000}})), queue="mail", paused=True),
+        [
+            "It waits for its time: it is due in 30 s (2026-11-15 14:01:30 UTC).",
+            "Its queue is paused.",
+            "No worker takes it before `holdfast queues resume mail`.",
+        ],
+    ),
+    "retrying and paused": (
+        told(story(S.QUEUED, S.RUNNING, RETRY), 80, queue="mail", paused=True),
+        [
+            "It waits for its first retry, due since 2026-11-15 14:01:12 UTC.",
+            "Its queue is paused.",
+            "Then it runs again, as attempt 2.",
+            "No worker takes it before `holdfast queues resume mail`.",
         ],
     ),
     "queued for later": (
@@ -372,7 +413,7 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
         told(story(S.QUEUED), live=view(S.RUNNING)),
         [
             "It has waited in line for 1 min.",
-            "The next free worker of its queue takes it. If none does: is one running, or the queue paused?",
+            "The next free worker of its queue takes it.",
             "The engine is further on already: there it is running. The ledger follows in a moment.",
         ],
     ),
@@ -467,3 +508,17 @@ def test_what_people_did_is_told_once_and_in_order() -> None:
     assert said.happened[-1] == "bob sent its dead letter back to work at 2026-11-15 14:01:00 UTC."
     assert not any("cancel" in sentence for sentence in said.happened)
     assert said.then == ["This job will not run again. Its work goes on as job k."]
+
+
+def test_the_task_is_known_although_the_event_does_not_say_it() -> None:
+    said = told(story(S.QUEUED), task="shop.charge").happened
+    assert said == ["It was submitted at 2026-11-15 14:00:00 UTC to run shop.charge."]
+
+
+def test_a_vote_comes_before_the_decision_of_the_same_millisecond() -> None:
+    events = story(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"actor": "ann"}}))
+    deed = Deed(type="operator.approve", actor="ann", reason="", at_ms=events[-1].at_ms)
+    assert told(events, deeds=(deed,)).happened[1:] == [
+        "ann said yes to it at 2026-11-15 14:00:02 UTC.",
+        "It was approved at 2026-11-15 14:00:02 UTC by ann.",
+    ]

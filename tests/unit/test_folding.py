@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.history import read_history
 from holdfast.core.job import Event
-from holdfast.core.states import FINAL, FORKED_EVENT, HEARTBEAT_EVENT, MOVES, RESTORED_EVENT, State
+from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, HEARTBEAT_EVENT, MOVES, RESTORED_EVENT, State
 from holdfast.ledger.folding import (
     AFTER_THE_END,
     CREATED_AGAIN,
@@ -289,6 +290,10 @@ def test_what_the_jobs_row_says_is_not_said_again(feed: Feed) -> None:
     created, _, succeeded = feed.life("j1")
     assert data_of(created) is None
     assert data_of(succeeded) is None
+    later = msgspec.structs.replace(created, data={**(created.data or {}), "run_at_ms": 7})
+    assert decode(data_of(later) or "") == {"run_at_ms": 7}
+    hurried = feed.event("j1", None, None, type=EXPEDITED_EVENT, data={"actor": "ann"})
+    assert decode(data_of(hurried) or "") == {"actor": "ann"}
     dies = feed.failed("j1", _S.DLQ_PENDING, dlq_id="d", history=[1, 2])
     assert decode(data_of(dies) or "") == {
         "code": "TASK_ERROR",

@@ -13,7 +13,8 @@ import typer
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.format import as_json as raw_json
 from holdfast.cli.format import shorten, span
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import emit_facts, emit_json, emit_rows, note
+from holdfast.cli.prefixes import abbreviated, queries_of
 from holdfast.cli.story import event_document, event_rows, moment
 from holdfast.cli.who import at_work
 from holdfast.core.codec import encode_json
@@ -80,13 +81,15 @@ async def list_approvals(
 async def show(at: Connection, approval_id: ApprovalId, as_json: AsJson = False) -> None:
     """One question: the payload, what the task shows, who wants it and why, votes, and every step of the job."""
     async with at_work(at) as (offices, person):
-        sheet = await offices.approvals.show(person, approval_id)
+        requests = offices.approvals
+        sheet = await abbreviated(
+            queries_of(offices), "approval", person, approval_id, lambda whole: requests.show(person, whole)
+        )
         now_ms = await offices.engine.now_ms()
     if as_json:
         emit_json(_sheet_document(sheet))
         return
-    for name, value in _facts(sheet, now_ms):
-        print(f"{name:<10} {value}")
+    emit_facts(_facts(sheet, now_ms))
     if sheet.approval.votes:
         print()
         votes = [
@@ -122,7 +125,14 @@ async def reject(at: Connection, approval_id: ApprovalId, reason: Reason = "", a
 
 async def _vote(at: Connection, approval_id: str, *, approve: bool, reason: str, as_json: bool) -> None:
     async with at_work(at) as (offices, person):
-        row = await offices.approvals.vote(person, approval_id, approve=approve, reason=reason)
+        requests = offices.approvals
+        row = await abbreviated(
+            queries_of(offices),
+            "approval",
+            person,
+            approval_id,
+            lambda whole: requests.vote(person, whole, approve=approve, reason=reason),
+        )
     if as_json:
         emit_json(_document(row))
         return

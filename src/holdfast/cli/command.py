@@ -25,7 +25,7 @@ from holdfast.cli.runner import run_async
 from holdfast.clock import SystemClock
 from holdfast.engine.factory import build_engine, sqlite_path
 from holdfast.engine.port import Engine
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError, InvalidOption, UsageError
 from holdfast.extras import require_drivers
 from holdfast.settings import Settings
 
@@ -129,6 +129,7 @@ def command(
     def register(function: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
         def run(url: str | None, namespace: str | None, debug: bool, **arguments: Any) -> None:
             try:
+                _check_text(arguments)
                 run_async(function(Connection(url, namespace), **arguments))
             except HoldfastError as exc:
                 raise typer.Exit(report(exc, debug=debug)) from exc
@@ -141,6 +142,14 @@ def command(
         return group.command(name, epilog=_epilog(examples))(run)
 
     return register
+
+
+def _check_text(arguments: dict[str, Any]) -> None:
+    """Raise `InvalidOption` for bytes that are not UTF-8: Python makes surrogates of them, which no store takes."""
+    for name, value in arguments.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not text.isascii() and text != text.encode("utf-8", "ignore").decode():
+                raise InvalidOption(f"{name} {text!r} is not UTF-8 text; check what passes it on")
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -29,6 +29,7 @@ from holdfast.cli.filters import (
 from holdfast.cli.letters import changes_text
 from holdfast.cli.output import note
 from holdfast.cli.parse import edited
+from holdfast.cli.prefixes import whole_dead_letter_ids
 from holdfast.cli.who import at_work
 from holdfast.dlq.many import Report, Result
 from holdfast.errors import HoldfastError, InvalidOption, Unavailable
@@ -88,6 +89,7 @@ async def replay(
         raise InvalidOption("--edit and --set are for one letter, by its id")
     async with at_work(at, app) as (offices, person):
         letters = offices.letters
+        ids = await whole_dead_letter_ids(offices, person, ids)
         if edit is not None or change:
             report = await _replay_edited(
                 letters, person, ids[0], edit, change or [], reason, dry_run=dry_run, yes=yes
@@ -141,6 +143,7 @@ async def discard(
             return Result(id=dlq_id, done=True)
 
         if single:
+            ids = await whole_dead_letter_ids(offices, person, ids)
             report = await _each(ids, dry_run, ask, letters, person)
         else:
             wanted = await letter_filter(offices, *given, None)
@@ -185,6 +188,7 @@ async def confirm_discard(
             return Result(id=dlq_id, done=True)
 
         if single:
+            ids = await whole_dead_letter_ids(offices, person, ids)
             report = await _each(ids, dry_run, agree, letters, person)
         else:
             wanted = await letter_filter(offices, *given, None)
@@ -212,6 +216,7 @@ async def keep(
             await offices.letters.keep(person, dlq_id, reason)
             return Result(id=dlq_id, done=True)
 
+        ids = await whole_dead_letter_ids(offices, person, ids)
         report = await _each(ids, dry_run, act, offices.letters, person)
     print_report(report, "letter", as_json=as_json)
 

@@ -21,7 +21,8 @@ from holdfast.cli.filters import (
     letter_filter,
 )
 from holdfast.cli.letters import group_document, group_row, letter_document, letter_facts, letter_row, whole_document
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import emit_facts, emit_json, emit_rows, note, visible
+from holdfast.cli.prefixes import abbreviated, queries_of
 from holdfast.cli.story import event_rows
 from holdfast.cli.who import at_work
 from holdfast.ledger.people import LetterStatus
@@ -113,16 +114,18 @@ async def groups(
 async def show(at: Connection, dlq_id: LetterId, as_json: AsJson = False) -> None:
     """One dead letter: payload, error, stack, and every step of its job."""
     async with at_work(at) as (offices, person):
-        letter = await offices.letters.show(person, dlq_id)
+        letters = offices.letters
+        letter = await abbreviated(
+            queries_of(offices), "dead letter", person, dlq_id, lambda whole: letters.show(person, whole)
+        )
     if as_json:
         emit_json(whole_document(letter))
         return
-    for name, value in letter_facts(letter):
-        print(f"{name:<12} {value}")
+    emit_facts(letter_facts(letter), 12)
     print()
     emit_rows(
         ("when", "after", "what", "detail"), event_rows(letter.events), empty="the ledger has its story no longer"
     )
     if letter.stack:
         print()
-        print(letter.stack.rstrip())
+        print(visible(letter.stack.rstrip()))

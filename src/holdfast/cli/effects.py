@@ -12,7 +12,7 @@ import typer
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.doubts import MANY, as_they_are, resume_waiting
 from holdfast.cli.format import number_of
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import emit_json, emit_rows, note, visible
 from holdfast.cli.who import at_work
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_TENANT
@@ -87,7 +87,8 @@ async def show(at: Connection, key: Key, tenant: Tenant = DEFAULT_TENANT, as_jso
         return
     for name, value in _document(row).items():
         if value is not None:
-            print(f"{name}\t{value if isinstance(value, str) else encode_json(value, name).decode()}")
+            text = value if isinstance(value, str) else encode_json(value, name).decode()
+            print(visible(f"{name}\t{text}"))
 
 
 @command(

@@ -9,6 +9,7 @@ import sys
 import traceback
 from enum import IntEnum
 
+from holdfast.cli.output import visible
 from holdfast.cli.redact import redact
 from holdfast.errors import (
     Conflict,
@@ -70,7 +71,7 @@ def exit_code(error: HoldfastError) -> ExitCode:
 def report(error: HoldfastError, *, debug: bool) -> ExitCode:
     """Tell the person, on stderr: one line, or with `debug` the whole traceback before it."""
     if debug:
-        print(redact("".join(traceback.format_exception(error))), file=sys.stderr, end="")
-    message = " ".join(redact(str(error)).split())
+        print(visible(redact("".join(traceback.format_exception(error)))), file=sys.stderr, end="")
+    message = visible(" ".join(redact(str(error)).split()))
     print(f"holdfast: {error.code}: {message}", file=sys.stderr)
     return exit_code(error)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast.cli.command import AsJson, Connection, OneQueue, command
 from holdfast.cli.doubts import MANY, as_they_are
-from holdfast.cli.output import emit_json
+from holdfast.cli.output import emit_json, visible
 from holdfast.cli.stores import Stores, stores
 from holdfast.core.job import Event
 from holdfast.errors import EffectInDoubt, UnknownJob
@@ -49,14 +49,15 @@ async def explain_job(
     Needs a ledger: the engine's own file on SQLite, HOLDFAST_LEDGER on Redis.
     """
     async with stores(at) as both:
-        told = await _explained(both, job_id, tenant, queue)
+        both.remembered()
+        whole, told = await both.with_job(job_id, tenant, queue, lambda whole: _explained(both, whole, tenant, queue))
     if as_json:
-        emit_json({"job_id": job_id, "happened": told.happened, "why": told.why, "then": told.then})
+        emit_json({"job_id": whole, "happened": told.happened, "why": told.why, "then": told.then})
         return
-    print("\n".join(told.sentences))
+    print(visible("\n".join(told.sentences)))
 
 
-async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str | None) -> Explanation:
+async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str | None) -> tuple[str, Explanation]:
     # SQLAlchemy, which other commands do not need.
     from holdfast.ledger.explain import Explanation, Scene, explain
 
@@ -68,7 +69,8 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
         if live is None or tenant not in (None, live.tenant_id):
             raise
         why = f"The engine has it as {live.state}; the ledger does not have it yet."
-        return Explanation([], [why], ["Ask again in a moment. If this lasts: does a worker or `holdfast upkeep` run?"])
+        then = "Ask again in a moment. If this lasts: does a worker or `holdfast upkeep` run?"
+        return job_id, Explanation([], [why], [then])
     letter = await queries.dead_letter(job.key)
     if live is not None and (live.queue, live.tenant_id) != (job.queue, job.tenant_id):
         live = None
@@ -76,6 +78,9 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
     scene = Scene(
         job_id=job_id,
         now_ms=await both.engine.now_ms(),
+        task=job.job_type,
+        queue=job.queue,
+        **await _queue(both, job.queue),
         live=live,
         lease_ms=round(both.settings.visibility_timeout_s * 1000),
         dlq_id=letter.dlq_id if letter is not None else job.dlq_id,
@@ -86,7 +91,15 @@ async def _explained(both: Stores, job_id: str, tenant: str | None, queue: str |
         approvals=await _approvals(queries, job),
         deeds=await _deeds(queries, job),
     )
-    return explain(events, scene)
+    return job_id, explain(events, scene)
+
+
+async def _queue(both: Stores, queue: str) -> dict[str, Any]:
+    """What keeps workers from its jobs; who is not of every tenant does not learn how many workers there are."""
+    if not both.person.sees_all:
+        return {"paused": (await both.engine.control(queue)).paused}
+    stats = await both.engine.stats(queue)
+    return {"paused": stats.control.paused, "workers": stats.workers}
 
 
 def _replay_of(job: JobDetail) -> str | None:

@@ -9,10 +9,11 @@ import typer
 from holdfast.cli.command import AsJson, Connection, OneQueue, Queues, command
 from holdfast.cli.format import job_document, state_text
 from holdfast.cli.lookup import queues_or_all
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import emit_json, emit_rows, note, visible
 from holdfast.cli.parse import when
+from holdfast.cli.prefixes import whole_job_ids
 from holdfast.cli.sheet import engine_row, ledger_row, print_beside, print_job
-from holdfast.cli.stores import Stores, stores
+from holdfast.cli.stores import Stores, ledger_queries, stores
 from holdfast.cli.story import Story, counts_document, event_rows, row_document, stacks, story_document
 from holdfast.cli.timeline import rows as timeline_rows
 from holdfast.cli.watch import watch
@@ -149,7 +150,7 @@ async def show(
     From the ledger; without one, what the engine still has (on Redis not the arguments of a job that succeeded).
     """
     async with stores(at) as both:
-        view, story = await _whole(both, job_id, tenant, queue)
+        view, story = await both.with_job(job_id, tenant, queue, lambda whole: _whole(both, whole, tenant, queue))
     if as_json:
         emit_json(job_document(view) | (story_document(story) if story is not None else {}))
         return
@@ -165,7 +166,7 @@ async def show(
         last = [view.failure.stack] if view.failure is not None and view.failure.stack else []
         for text in stacks(story.events) if story is not None else last:
             print()
-            print(text.rstrip())
+            print(visible(text.rstrip()))
 
 
 @command(
@@ -223,10 +224,13 @@ async def watch_jobs(
 ) -> None:
     """Live counts by state, and how many jobs begin and end a second, until Ctrl-C.
 
-    With --json one JSON document a line.
+    Jobs that have ended are counted by the ledger; without one these counts are missing. With --json one JSON document
+    a line.
     """
-    async with at.engine() as engine:
-        code = await watch(engine, queue, interval, until_empty=until_empty, timeout_s=timeout, as_json=as_json)
+    async with at.engine() as engine, ledger_queries(at.settings(), engine) as queries:
+        code = await watch(
+            engine, queries, queue, interval, until_empty=until_empty, timeout_s=timeout, as_json=as_json
+        )
     raise typer.Exit(code)
 
 
@@ -312,7 +316,7 @@ async def _act(
         raise InvalidOption("a job id must not be empty")
     done = []
     async with at_work(at) as (offices, person):
-        for job_id in job_ids:
+        for job_id in await whole_job_ids(offices, person, job_ids, queue):
             view = await offices.operating.locate(person, job_id, queue)
             came_from = await act(offices.operating, person, job_id, queue=view.queue, reason=reason)
             done.append({"job_id": job_id, "queue": view.queue, "from": came_from.value, "to": (to or came_from).value})

@@ -44,7 +44,11 @@ async def log(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="KIND", help="Only on a job, queue, dlq, approval or token.", show_default=False),
+        typer.Option(
+            metavar="KIND",
+            help="Only on a job, queue, dlq, approval, token, trigger, effect, outbox or task.",
+            show_default=False,
+        ),
     ] = None,
     target_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Only on the one of this id.", show_default=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from holdfast.cli.format import error_text, instant, joined, number_of, shorten, span, state_text
-from holdfast.cli.output import console, emit_rows, on_terminal
+from holdfast.cli.output import emit_facts, emit_rows, on_terminal, visible
 from holdfast.cli.story import Story
 from holdfast.clock import to_datetime
 from holdfast.core.job import JobView
@@ -22,7 +22,8 @@ def print_beside(story: Story) -> None:
     if story.letter is not None:
         letter = story.letter
         print()
-        print(f"dead letter {letter.dlq_id} ({letter.status}): {joined(letter.error_code, shorten(letter.error, 120))}")
+        error = joined(letter.error_code, shorten(letter.error, 120))
+        print(visible(f"dead letter {letter.dlq_id} ({letter.status}): {error}"))
     if story.steps:
         print()
         steps = [(str(step.position), step.name, shorten(step.result.text)) for step in story.steps]
@@ -92,10 +93,7 @@ def print_job(view: JobView) -> None:
         "result": _text(view.result),
         "error": error_text(view.failure) if view.failure else "",
     }
-    out = console()
-    for name, value in facts.items():
-        if value:
-            out.print(Text.assemble((f"{name:<10} ", "bold" if on_terminal() else ""), value))
+    emit_facts(facts.items())
 
 
 def _retries(view: JobView) -> str:

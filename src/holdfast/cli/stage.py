@@ -12,7 +12,7 @@ from rich.text import Text
 
 from holdfast.cli.follow import Follower
 from holdfast.cli.format import instant, shorten, state_text
-from holdfast.cli.output import console, note
+from holdfast.cli.output import console, note, visible
 from holdfast.core.job import Event
 from holdfast.core.states import FINAL
 from holdfast.engine.port import Engine
@@ -84,7 +84,7 @@ def show_events(events: Sequence[tuple[Event, str]]) -> None:
         out.print(instant(last.at_ms), ", ".join(f"{number:,} × {kind}" for kind, number in counts.items()))
         return
     for event, name in events:
-        out.print(_line(event, name))
+        out.print(_line(event, name), soft_wrap=True)
 
 
 def _line(event: Event, name: str) -> Text:
@@ -93,5 +93,5 @@ def _line(event: Event, name: str) -> Text:
     attempt = f"attempt {event.attempt}" if event.attempt else ""
     cells = (Text(instant(event.at_ms), "dim"), event.job_id, f"{name:<12}", happened, f"{attempt:<10}")
     return Text("  ").join(
-        Text(cell) if isinstance(cell, str) else cell for cell in (*cells, shorten(event.message, 80))
+        Text(visible(cell)) if isinstance(cell, str) else cell for cell in (*cells, shorten(event.message, 80))
     )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli.command import Connection, ledger_must_exist
 from holdfast.cli.lookup import find_job
+from holdfast.cli.output import note
+from holdfast.cli.prefixes import abbreviated
 from holdfast.cli.who import who
 from holdfast.core.job import JobView
 from holdfast.core.person import Person
 from holdfast.core.states import State
 from holdfast.engine.port import Engine
-from holdfast.errors import InvalidOption, UnknownJob
+from holdfast.errors import InvalidOption, LedgerUnavailable, UnknownJob, UsageError
 from holdfast.ledger.factory import build_ledger
 from holdfast.settings import Settings
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     # Its queries load SQLAlchemy, which a look at Redis alone does not need.
     from holdfast.ledger.queries import Queries
     from holdfast.ledger.records import Counts, JobDetail
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,10 @@ class Stores:
                 "there is no ledger: Redis keeps none; set HOLDFAST_LEDGER to postgresql://… or sqlite:///ledger.db"
             )
         return self.queries
+
+    async def with_job(self, text: str, tenant: str | None, queue: str | None, act: Callable[[str], Awaitable[T]]) -> T:
+        """What `act` gives for the job of this id, or of the only id that begins so (see `cli.prefixes`)."""
+        return await abbreviated(self.queries, "job", self.person, text, act, queue=queue, tenant=tenant)
 
     async def live(self, job_id: str, queue: str | None) -> JobView | None:
         """The job as the engine has it, if it does."""
@@ -77,6 +86,26 @@ class Stores:
             for state, count in part.states.items():
                 states[state] += count
         return Counts(states, estimated)
+
+
+@asynccontextmanager
+async def ledger_queries(settings: Settings, engine: Engine) -> AsyncIterator[Queries | None]:
+    """The ledger's queries, or None: there is no ledger, nothing was written to it yet, or it does not answer."""
+    ledger = build_ledger(settings, engine)
+    if ledger is None:
+        yield None
+        return
+    try:
+        ledger_must_exist(settings)
+        await ledger.open()
+    except (UsageError, LedgerUnavailable) as exc:
+        note(f"ended jobs are not counted: {exc}")
+        yield None
+        return
+    try:
+        yield ledger.queries
+    finally:
+        await ledger.close()
 
 
 @asynccontextmanager

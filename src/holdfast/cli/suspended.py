@@ -12,8 +12,9 @@ from holdfast.cli.asking import All, DryRun, Rate, Yes, counted_first, print_rep
 from holdfast.cli.command import AsJson, Connection, command
 from holdfast.cli.filters import Code, OneOfQueues, Task, Tenant, Words
 from holdfast.cli.format import job_document, joined, shorten, span
-from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.output import emit_json, emit_rows, note, visible
 from holdfast.cli.parse import when
+from holdfast.cli.prefixes import whole_job_ids
 from holdfast.cli.sheet import print_job
 from holdfast.cli.story import moment
 from holdfast.cli.timeline import rows as timeline_rows
@@ -80,9 +81,10 @@ async def show(
 ) -> None:
     """One suspended job: why, and every attempt. `holdfast jobs show` has its whole story."""
     async with at_work(at) as (offices, person):
-        view = await offices.operating.locate(person, job_id)
+        (whole,) = await whole_job_ids(offices, person, [job_id])
+        view = await offices.operating.locate(person, whole)
     if view.state is not State.SUSPENDED:
-        raise TransitionInvalid(job_id, view.state, State.QUEUED)
+        raise TransitionInvalid(whole, view.state, State.QUEUED)
     if as_json:
         emit_json(job_document(view))
         return
@@ -91,7 +93,7 @@ async def show(
     emit_rows(("when", "after", "what", "detail"), timeline_rows(view), empty="")
     if view.failure is not None and view.failure.stack:
         print()
-        print(view.failure.stack.rstrip())
+        print(visible(view.failure.stack.rstrip()))
 
 
 @command(
@@ -125,6 +127,7 @@ async def resume(
     given = (task, queue, tenant, code, text, since, until)
     single = which(ids, filtered=any(value is not None for value in given), everything=everything)
     async with at_work(at) as (offices, person):
+        ids = await whole_job_ids(offices, person, ids) if single else ids
         chosen = ids if single else _filter(await offices.engine.now_ms(), *given)
         do = partial(offices.suspended.resume, person, chosen, reason=reason, rate_per_s=per_s)
         report = await _do(do, "Resume", ids, dry_run=dry_run, yes=yes)
@@ -160,6 +163,7 @@ async def discard(
     ids = job_ids or []
     single = which(ids, filtered=any(value is not None for value in given), everything=everything)
     async with at_work(at) as (offices, person):
+        ids = await whole_job_ids(offices, person, ids) if single else ids
         chosen = ids if single else _filter(await offices.engine.now_ms(), *given)
         do = partial(offices.suspended.discard, person, chosen, reason=reason)
         report = await _do(do, "Cancel", ids, dry_run=dry_run, yes=yes)

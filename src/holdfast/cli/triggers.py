@@ -301,7 +301,7 @@ def _document(view: TriggerView) -> dict[str, Any]:
 def _row(view: TriggerView) -> tuple[str, ...]:
     pause = view.pause
     if pause is not None:
-        detail = f"since {instant(pause.paused_at_ms)}" + (f": {pause.reason}" if pause.reason else "")
+        detail = f"since {instant(pause.paused_at_ms)}" + (f": {shorten(pause.reason)}" if pause.reason else "")
     else:
         unwell = [each.process for each in view.processes if each.health.get("status") != "healthy"]
         detail = f"unhealthy: {', '.join(unwell)}" if unwell else ""
@@ -313,7 +313,7 @@ def _row(view: TriggerView) -> tuple[str, ...]:
         str(len(view.processes)),
         str(view.active_workers),
         "–" if pause is None else pause.paused_by,
-        shorten(detail, 100),
+        detail,
     )
 
 

@@ -26,6 +26,8 @@ UNAVAILABLE_TOO_LONG: Final = "UNAVAILABLE_TOO_LONG"
 POISON_PILL: Final = "POISON_PILL"
 MESSAGE_MALFORMED: Final = "MESSAGE_MALFORMED"
 MESSAGE_GONE: Final = "MESSAGE_GONE"
+#: Of a job that was submitted in a transaction: its event was given up, and the engine never had it.
+OUTBOX_DEAD: Final = "OUTBOX_DEAD"
 PROCESS_DIED: Final = "PROCESS_DIED"
 CANCELLED: Final = "CANCELLED"
 GUARD_DENIED: Final = "GUARD_DENIED"

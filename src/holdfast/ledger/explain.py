@@ -42,6 +42,13 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: str
     now_ms: int
+    #: What it was submitted to run: not every store repeats it in the first event.
+    task: str = ""
+    queue: str = ""
+    #: Whether an operator has paused the queue; None: not known.
+    paused: bool | None = None
+    #: How many workers claim from the queue; None: not known.
+    workers: int | None = None
     #: The engine's word; None: it does not know the job (any more), or nobody asked it.
     live: JobView | None = None
     #: How long a lease lasts: a dead worker's job is taken over within this.
@@ -94,7 +101,8 @@ def _happened(events: Sequence[Event], scene: Scene) -> Iterator[str]:
     if scene.replay_of:
         yield f"It is a replay of job {scene.replay_of}."
     for event in events:
-        while deeds and deeds[0].at_ms < event.at_ms:
+        # A vote and the move that it causes may share a millisecond.
+        while deeds and deeds[0].at_ms <= event.at_ms:
             yield _deed(deeds.pop(0))
         if event.type == HEARTBEAT_EVENT:
             # Told once, when it is known how many there were.
@@ -103,6 +111,8 @@ def _happened(events: Sequence[Event], scene: Scene) -> Iterator[str]:
         if beats:
             yield _beats(beats)
             beats = 0
+        if event.type == "task.created":
+            event = _with_submission(event, scene)
         teller = _TELLERS.get(event.type)
         yield teller(event, event.at_ms - began_ms) if teller else _unknown(event)
         if event.to_state is State.RUNNING:
@@ -132,6 +142,10 @@ def _deed(deed: Deed) -> str:
 
 def _beats(count: int) -> str:
     return f"Its worker said {count} {'time' if count == 1 else 'times'} that it was alive."
+
+
+def _with_submission(event: Event, scene: Scene) -> Event:
+    return msgspec.structs.replace(event, data={"task": scene.task, **(event.data or {})})
 
 
 def _created(event: Event, _: int) -> str:
@@ -297,13 +311,22 @@ _Present = tuple[list[str], list[str]]
 
 def _is_queued(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
     due_ms = _due(last, scene)
+    obstacle, remedy = _obstacle(scene)
     if due_ms > scene.now_ms:
-        return [f"It waits for its time: it is due {_in(due_ms, scene)}."], ["Then the next free worker takes it."]
+        why = [f"It waits for its time: it is due {_in(due_ms, scene)}.", *obstacle]
+        return why, remedy or ["Then the next free worker takes it."]
     waits = span(max(0, scene.now_ms - last.at_ms))
-    return (
-        [f"It has waited in line for {waits}."],
-        ["The next free worker of its queue takes it. If none does: is one running, or the queue paused?"],
-    )
+    return [f"It has waited in line for {waits}.", *obstacle], remedy or ["The next free worker of its queue takes it."]
+
+
+def _obstacle(scene: Scene) -> _Present:
+    """Why no worker takes a job of the queue, and what to do about it."""
+    queue = shlex.quote(scene.queue)
+    if scene.paused:
+        return ["Its queue is paused."], [f"No worker takes it before `holdfast queues resume {queue}`."]
+    if scene.workers == 0:
+        return ["No worker serves its queue."], [f"It runs once one does: `holdfast worker APP --queue {queue}`."]
+    return [], []
 
 
 def _is_waiting_approval(last: Event, events: Sequence[Event], scene: Scene) -> _Present:
@@ -342,7 +365,8 @@ def _is_retrying(last: Event, events: Sequence[Event], scene: Scene) -> _Present
     due_ms = _due(last, scene)
     which = f"its {ordinal(last.retry_count)} retry" if last.retry_count else "the outage to end"
     when = f", due {_in(due_ms, scene)}" if due_ms else ""
-    return [f"It waits for {which}{when}."], [f"Then it runs again, as attempt {last.attempt + 1}."]
+    obstacle, remedy = _obstacle(scene)
+    return [f"It waits for {which}{when}.", *obstacle], [f"Then it runs again, as attempt {last.attempt + 1}.", *remedy]
 
 
 def _is_suspended(last: Event, events: Sequence[Event], scene: Scene) -> _Present:

@@ -400,8 +400,11 @@ def _webhook_of(meta: str) -> str | None:
 def data_of(event: Event) -> str | None:
     """What the event's own row says beside its columns; the envelope and the result are in the job's row."""
     data = event.data
-    if not data or event.from_state is None or event.to_state in _IN_THE_ROW:
+    if not data or event.to_state in _IN_THE_ROW:
         return None
+    if event.from_state is None and event.to_state is not None:
+        # The row says when the job is due next, which may have changed since.
+        return to_json({"run_at_ms": data["run_at_ms"]}) if data.get("run_at_ms") else None
     if "history" in data:
         # In full with the dead letter.
         data = {key: value for key, value in data.items() if key != "history"}

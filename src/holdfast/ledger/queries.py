@@ -7,7 +7,7 @@ answer. A list's page takes bounded time (see `ledger.listing`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -31,7 +31,8 @@ from holdfast.ledger.listing import (
     searches,
     to_cursor,
 )
-from holdfast.ledger.paging import check_limit
+from holdfast.ledger.paging import check_limit, every_tenant
+from holdfast.ledger.prefixes import KINDS, Candidate, candidates, matching_ids
 from holdfast.ledger.records import (
     Counts,
     DeadLetterRow,
@@ -108,6 +109,24 @@ class Queries(Desk):
         if not found:
             raise UnknownJob(job_id)
         return _struct(JobDetail, max(found, key=place_of))
+
+    async def by_prefix(
+        self, noun: str, prefix: str, tenants: Sequence[str] | None, queue: str | None, limit: int
+    ) -> list[Candidate]:
+        """Ids that begin so, in order, at most `limit`; of an id that queues or tenants share, the newest row.
+
+        `tenants` None is all of them.
+        """
+        kind, found = KINDS[noun], list[Candidate]()
+        async with self._connection() as connection:
+            for tenant in await every_tenant(connection, kind.table) if tenants is None else tenants:
+                matching = matching_ids(kind, tenant, prefix, queue, self.engine.dialect).limit(limit)
+                ids = list((await connection.execute(matching)).scalars())
+                if ids:
+                    rows = await connection.execute(candidates(kind, tenant, ids, queue))
+                    found += [Candidate(*row) for row in rows]
+        newest = {one.id: one for one in sorted(found, key=lambda one: one.at)}
+        return [newest[name] for name in sorted(newest)][:limit]
 
     async def story(self, key: JobKey) -> list[EventRow]:
         """All its events, in order."""

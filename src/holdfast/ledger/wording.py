@@ -30,7 +30,10 @@ def by(event: Event) -> str:
 
 
 def reason_of(event: Event) -> str:
-    said = str((event.data or {}).get("reason") or event.message).partition(EffectInDoubt.ADVICE)[0]
+    data = event.data or {}
+    # What an operator did has its reason there, or none; not every store writes a message as well.
+    said = str(data.get("reason") or ("" if "actor" in data else event.message))
+    said = said.partition(EffectInDoubt.ADVICE)[0]
     return f" ({' '.join(said.split())[:200]})" if said else ""
 
 

@@ -1,0 +1,95 @@
+"""`holdfast explain` says the same of the same job on every pair of stores."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.cli.deployments import PAIRS, Deployment, deployed
+from tests.cli.job_histories import HISTORIES, Histories
+from tests.people.world import World
+
+#: What differs between two runs of the same history.
+_VOLATILE: Final = (
+    (re.compile(r"\b[0-9a-f]{32}\b"), "<id>"),
+    (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"), "<instant>"),
+    (re.compile(r"\b\d+(\.\d+)? (ms|s|min|h|d)\b( \d+ (s|min|h))?"), "<span>"),
+    (re.compile(rf"{re.escape(socket.gethostname())}-{os.getpid()}-[0-9a-f]{{8}}"), "<worker>"),
+)
+
+Sentences = dict[str, list[str]]
+
+
+def explained(at: Deployment) -> Sentences:
+    async def make(world: World) -> dict[str, str]:
+        return await Histories(world.app).make_all()
+
+    ids = at.do(make)
+    return {
+        name: [_steady(line) for line in at.run("explain", job_id).stdout.splitlines()] for name, job_id in ids.items()
+    }
+
+
+def _steady(line: str) -> str:
+    for pattern, word in _VOLATILE:
+        line = pattern.sub(word, line)
+    return line
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sentences]:
+    """What the engine's own file says, which writes its ledger itself."""
+    folder = tmp_path_factory.mktemp("embedded")
+    with pytest.MonkeyPatch.context() as patch:
+        yield explained(Deployment(f"sqlite:///{folder}/jobs.db", None, "", patch))
+
+
+@pytest.mark.parametrize("pair", PAIRS[1:])
+def test_the_same_sentences_on_all_stores(
+    embedded: Sentences,
+    pair: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sentences = explained(deployed(pair, request, tmp_path, monkeypatch))
+    assert sentences.keys() == HISTORIES.keys()
+    assert sentences == embedded
+
+
+def test_a_queue_that_is_paused_or_unserved_is_named(embedded: Sentences) -> None:
+    assert embedded["paused"][-2:] == [
+        "Its queue is paused.",
+        "No worker takes it before `holdfast queues resume paused`.",
+    ]
+    assert embedded["retrying-and-paused"][-3:] == [
+        "Its queue is paused.",
+        "Then it runs again, as attempt 2.",
+        "No worker takes it before `holdfast queues resume retrying-and-paused`.",
+    ]
+    assert embedded["idle"][-2:] == [
+        "No worker serves its queue.",
+        "It runs once one does: `holdfast worker APP --queue idle`.",
+    ]
+    assert not [line for lines in embedded.values() for line in lines if "is one running" in line]
+
+
+def test_who_is_not_of_every_tenant_learns_of_the_pause_and_of_no_workers(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = deployed("embedded", request, tmp_path, monkeypatch)
+    job_id = at.run("submit", "add", "[1]", "--tenant", "acme").stdout.strip()
+    assert "No worker serves its queue." in at.run("explain", job_id).stdout
+    at.run("queues", "pause", "default")
+    at.become("olga", "viewer", "acme")
+    assert "Its queue is paused." in at.run("explain", job_id).stdout
+    monkeypatch.delenv("HOLDFAST_TOKEN")
+    at.run("queues", "resume", "default")
+    at.become("olga", "viewer", "acme")
+    assert at.run("explain", job_id).stdout.splitlines()[-1] == "The next free worker of its queue takes it."

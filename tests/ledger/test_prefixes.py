@@ -1,0 +1,86 @@
+"""Ids by their beginnings: which match, in which order, and by which index of SQLite."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from holdfast.ledger.embedded import EmbeddedLedger
+from holdfast.ledger.ledgers import SqliteLedger
+from holdfast.ledger.prefixes import KINDS, matching_ids
+from holdfast.ledger.queries import Queries
+from tests.ledger.conftest import AnyLedger
+from tests.ledger.stories import S, Told, opened, write
+
+ID: Final = "01a1e55a882077db"
+
+
+@pytest.fixture
+async def ledger(ledger_url: str) -> AsyncIterator[AsyncEngine]:
+    async with opened(ledger_url) as engine:
+        yield engine
+
+
+def told(job_id: str, **more: Any) -> Told:
+    return Told(S.QUEUED, job_id=job_id, **more)
+
+
+async def test_what_begins_so_matches_and_nothing_else(ledger: AsyncEngine) -> None:
+    await write(
+        ledger,
+        told(ID),
+        told(ID + "0", queue="other"),
+        told(ID + "\U0001f600"),
+        told(ID, queue="other"),
+        told(ID[:-1] + "c"),
+        told(ID.upper()),
+        told("x" + ID),
+        told(ID + "1", tenant_id="acme"),
+    )
+    queries = Queries(ledger)
+
+    async def ids(prefix: str, tenants: list[str] | None = None, queue: str | None = None, limit: int = 9) -> list[str]:
+        return [one.id for one in await queries.by_prefix("job", prefix, tenants, queue, limit)]
+
+    assert await ids(ID) == [ID, ID + "0", ID + "1", ID + "\U0001f600"]
+    assert await ids(ID, limit=2) == [ID, ID + "0"]
+    assert await ids(ID, ["default"]) == [ID, ID + "0", ID + "\U0001f600"]
+    assert await ids(ID, ["acme"]) == [ID + "1"]
+    assert await ids(ID, ["nobody"]) == []
+    assert await ids(ID, []) == []
+    assert await ids(ID, None, "other") == [ID, ID + "0"]
+    assert await ids(ID + "0") == [ID + "0"]
+    for prefix in ("%" + ID[1:], ID[:-1] + "_", ID + "\0", ID + "\ud800"):
+        assert await ids(prefix) == []
+
+
+PLANS: Final[dict[type, dict[str, str]]] = {
+    SqliteLedger: {
+        "job": "sqlite_autoindex_jobs_1 (tenant_id=? AND job_id>? AND job_id<?)",
+        "approval": "sqlite_autoindex_approvals_1 (tenant_id=? AND approval_id>? AND approval_id<?)",
+        "dead letter": "sqlite_autoindex_dlq_items_1 (tenant_id=? AND dlq_id>? AND dlq_id<?)",
+    },
+    # One engine's ids are unique whoever's they are.
+    EmbeddedLedger: {
+        "job": "jobs_by_job_id (job_id>? AND job_id<?)",
+        "approval": "sqlite_autoindex_approvals_1 (tenant_id=? AND approval_id>? AND approval_id<?)",
+        "dead letter": "PRIMARY KEY (tenant_id=? AND dlq_id>? AND dlq_id<?)",
+    },
+}
+
+
+@pytest.mark.parametrize("any_ledger", ["sqlite", "embedded"], indirect=True)
+async def test_sqlite_reads_a_range_of_the_key(any_ledger: AnyLedger) -> None:
+    engine = any_ledger.queries.engine
+    for noun, index in PLANS[type(any_ledger)].items():
+        statement = matching_ids(KINDS[noun], "default", ID, None, engine.dialect).limit(11)
+        sql = str(statement.compile(dialect=engine.dialect, compile_kwargs={"literal_binds": True}))
+        async with engine.connect() as connection:
+            rows = (await connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}")).all()
+        plan = " ".join(str(row[-1]) for row in rows)
+        assert index in plan
+        assert "SCAN" not in plan
+        assert "TEMP B-TREE" not in plan
