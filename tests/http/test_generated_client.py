@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+import runpy
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +24,10 @@ from holdfast.core.person import Role
 from holdfast.http import create_api
 from holdfast.http.task_schemas import references
 from tests.cli.harness import PATIENCE_S
-from tests.http.world import World, sample, serving
+from tests.http.world import World
 
 _PACKAGE: Final = "holdfast_client"
+_HOW_TO: Final = Path(__file__).parents[2] / "docs" / "how-to" / "http-service.md"
 
 
 def _generate(document: bytes, folder: Path) -> str:
@@ -45,12 +49,6 @@ def _generate(document: bytes, folder: Path) -> str:
 
 
 @pytest.fixture
-def working(tmp_path: Path) -> Iterator[World]:
-    with serving(sample(f"sqlite:///{tmp_path / 'jobs.db'}"), worker=True, upkeep=True) as world:
-        yield world
-
-
-@pytest.fixture
 def package(working: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """All modules of the generated client, by their last name."""
     document = working.client().get("/openapi.json").content
@@ -69,7 +67,9 @@ def _modules() -> dict[str, ModuleType]:
     return {name: importlib.import_module(name) for name in names}
 
 
-def test_a_generated_client_submits_waits_lists_and_cancels(working: World, package: SimpleNamespace) -> None:
+def test_a_generated_client_submits_waits_lists_and_cancels(
+    working: World, package: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     models = package.models
     with package.client.AuthenticatedClient(base_url=working.base, token=working.token()) as client:
         wanted = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1, b=2))
@@ -97,6 +97,16 @@ def test_a_generated_client_submits_waits_lists_and_cancels(working: World, pack
             ),
         )
         assert (many.accepted, many.refused) == (2, 0)
+    _run_how_to(working, tmp_path / "program.py")
+    assert capsys.readouterr().out == "3.0\n"
+
+
+def _run_how_to(working: World, program: Path) -> None:
+    """The program that the how-to shows."""
+    found = re.search(r"^    from holdfast_client .*?(?=^\S)", _HOW_TO.read_text(), re.DOTALL | re.MULTILINE)
+    assert found
+    program.write_text(textwrap.dedent(found.group()).replace("http://127.0.0.1:8000", working.base))
+    runpy.run_path(str(program), {"token": working.token()})
 
 
 def test_a_generated_client_parses_errors(working: World, package: SimpleNamespace) -> None:

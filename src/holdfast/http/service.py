@@ -24,7 +24,9 @@ from holdfast.core.backoff import Backoff
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.core.person import Person
 from holdfast.errors import EngineUnavailable, NoLedger
+from holdfast.http.api_docs import render
 from holdfast.http.gate import DevGate, Gate
+from holdfast.http.html import Html
 from holdfast.http.hub import Hub
 from holdfast.http.openapi import document
 from holdfast.http.operation import OPERATIONS
@@ -70,6 +72,7 @@ class Service:
         self._hub: Hub | None = None
         self._tides: Tides | None = None
         self._documents: dict[bool, dict[str, Any]] = {}
+        self._docs: dict[bool, Html] = {}
         self._ending_streams: asyncio.Task[None] | None = None
 
     # What handlers ask for ---------------------------------------------------------------------------
@@ -120,6 +123,13 @@ class Service:
         if with_tasks not in self._documents:
             self._documents[with_tasks] = document(OPERATIONS, self.app if with_tasks else None)
         return self._documents[with_tasks]
+
+    def docs(self, *, with_tasks: bool) -> Html:
+        """The OpenAPI document as markup."""
+        if with_tasks not in self._docs:
+            with_token = not isinstance(self.gate, DevGate)
+            self._docs[with_tasks] = render(self.document(with_tasks=with_tasks), with_token=with_token)
+        return self._docs[with_tasks]
 
     def end(self) -> None:
         """The process is about to end: answer requests that wait, end streams. Can be repeated."""
