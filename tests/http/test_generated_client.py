@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import pytest
@@ -154,6 +154,12 @@ class Problem(msgspec.Struct):
     text: str
 
 
+class Odd(BaseModel):
+    """No JSON Schema."""
+
+    call: Callable[[], int] | None = None
+
+
 class Another:
     class Order(msgspec.Struct):
         other: int
@@ -176,7 +182,10 @@ def _awkward() -> Holdfast:
     async def fourth(anything: object, more: dict[str, Any]) -> None: ...
 
     @app.task(name="bulk")
-    async def fifth(order: Another.Order) -> None: ...
+    async def fifth(order: Another.Order, text: Annotated[str, ["x"]]) -> None: ...
+
+    @app.task(name="odd")
+    async def sixth(odd: Odd) -> None: ...
 
     return app
 
@@ -202,4 +211,4 @@ def test_types_of_the_app_do_not_replace_those_of_the_api() -> None:
     assert sorted(map(sorted, orders)) == [["item", "job"], ["other"]]
     # Their names differ in punctuation only.
     mapping = schemas["Submission"]["discriminator"]["mapping"]
-    assert len(mapping) == len({ref.lower() for ref in mapping.values()}) == 5
+    assert len(mapping) == len({ref.lower() for ref in mapping.values()}) == 6

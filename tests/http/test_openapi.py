@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
+from holdfast import Holdfast
 from holdfast.core.person import Role
 from holdfast.http import create_api
 from tests.http.test_jobs import _submit
@@ -51,6 +53,26 @@ def test_everything_has_an_example_that_fits(document: Document) -> None:
             schema = content["schema"] | {"components": document["components"]}
             misfits += [f"{name} {where}: {each}" for each in examples if not jsonschema_rs.is_valid(schema, each)]
     assert (missing, misfits) == ([], [])
+
+
+@pytest.mark.parametrize("simple", [True, False])
+def test_submissions_have_an_example_of_the_apps_own_tasks(simple: bool) -> None:
+    app = Holdfast("sqlite://")
+
+    @app.task(name="b")
+    async def order(number: int, at: datetime) -> None: ...
+
+    if simple:
+
+        @app.task(name="c")
+        async def greet(name: str, times: int, loud: bool = False) -> None: ...
+
+    document = create_api(app).openapi()
+    for path in ("/api/v1/jobs", "/api/v1/jobs/bulk"):
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert ("example" in content) is simple
+        schema = content["schema"] | {"components": document["components"]}
+        assert not simple or jsonschema_rs.is_valid(schema, content["example"])
 
 
 def test_every_operation_tells_its_errors(document: Document) -> None:

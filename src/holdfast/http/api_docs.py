@@ -22,7 +22,6 @@ _LIMITS: Final = {
 }
 
 TOKEN_HEADER: Final = '-H "authorization: Bearer $TOKEN"'
-_SAMPLES: Final = {"integer": 1, "number": 1, "string": "text", "boolean": True, "array": [], "object": {}}
 
 Schema = Mapping[str, Any]
 
@@ -48,12 +47,6 @@ def render(document: Mapping[str, Any], *, with_token: bool) -> Html:
 def schema_id(ref: str) -> str:
     """The id of a schema's element on the page, from a reference or a name."""
     return f"schema-{ref.rpartition('/')[2]}"
-
-
-def sample_arguments(schema: Schema) -> dict[str, Any]:
-    """Arguments of the right kinds where these are simple; null elsewhere."""
-    properties: Mapping[str, Schema] = schema.get("properties", {})
-    return {name: _SAMPLES.get(str(properties[name].get("type"))) for name in schema.get("required", ())}
 
 
 # Operations ----------------------------------------------------------------------------------------------

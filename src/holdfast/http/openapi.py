@@ -55,6 +55,7 @@ def document(operations: Sequence[Operation], app: Holdfast | None = None) -> di
             components[name] = tasks.submission(name, components[name], pattern)
     if tasks is not None:
         components |= tasks.components
+        _replace_examples(paths, tasks.example())
     return {
         "openapi": "3.1.0",
         "info": {"title": "holdfast", "version": __version__, "description": _DESCRIPTION},
@@ -67,12 +68,21 @@ def document(operations: Sequence[Operation], app: Holdfast | None = None) -> di
     }
 
 
+def _replace_examples(paths: Mapping[str, Any], example: dict[str, Any] | None) -> None:
+    """The examples of submissions: of the app's own tasks, or none."""
+    bulk = None if example is None else {"jobs": [example | {"idempotency_key": "order-17"}]}
+    for path, body in (("/api/v1/jobs", example), ("/api/v1/jobs/bulk", bulk)):
+        content = paths[path]["post"]["requestBody"]["content"]["application/json"]
+        content.pop("example")
+        content |= {} if body is None else {"example": body}
+
+
 def _used(components: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
     """Without those that nothing refers to: the structs of query strings, whose fields are parameters."""
     used: set[str] = set()
     waiting = list(references(paths))
     while waiting:
-        if (name := waiting.pop().rpartition("/")[2]) not in used:
+        if (name := waiting.pop().rpartition("/")[2]) not in used and name in components:
             used.add(name)
             waiting += references(components[name])
     return {name: schema for name, schema in components.items() if name in used}

@@ -11,10 +11,11 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count
 from typing import Any, Final
 
 import msgspec
-from pydantic import BaseModel
+from pydantic import BaseModel, PydanticUserError
 from pydantic.json_schema import models_json_schema
 
 from holdfast.app import Holdfast
@@ -25,6 +26,8 @@ _STRUCTS: Final = "#/structs/{name}"
 _MODELS: Final = "#/models/{model}"
 _WORDS: Final = re.compile(r"[A-Za-z0-9]+")
 
+_SAMPLES: Final[dict[Any, Any]] = {int: 1, float: 1, str: "text", bool: True}
+
 Schema = dict[str, Any]
 
 
@@ -34,10 +37,11 @@ class TaskSchemas:
     def __init__(self, app: Holdfast, taken: Iterable[str]) -> None:
         self.components: dict[str, Schema] = {}
         self._taken = {name.lower() for name in taken}
+        self._structs = {name: task.plan.arguments.struct for name, task in app.tasks.items()}
         self._stems = _stems(app.tasks)
         #: Types by name and everything that they refer to: tasks that share a type share its component.
         self._known: dict[tuple[str, bytes], str] = {}
-        self._arguments = {name: self._describe(name, app.tasks[name].plan.arguments.struct) for name in self._stems}
+        self._arguments = {name: self._describe(name, self._structs[name]) for name in self._stems}
 
     def submission(self, title: str, base: Mapping[str, Any], pattern: str) -> Schema:
         """A submission of one of the tasks: for each `base` with its name and arguments. `pattern` names these."""
@@ -51,6 +55,14 @@ class TaskSchemas:
             "discriminator": {"propertyName": "task", "mapping": refs},
         }
 
+    def example(self) -> Schema | None:
+        """A submission of the first task whose required arguments are plain values."""
+        for task in self._stems:
+            needed = [field for field in msgspec.structs.fields(self._structs[task]) if field.required]
+            if all(isinstance(field.type, type) and field.type in _SAMPLES for field in needed):
+                return {"task": task, "payload": {field.encode_name: _SAMPLES[field.type] for field in needed}}
+        return None
+
     def _for_task(self, base: Mapping[str, Any], task: str) -> Schema:
         ref = self._arguments[task]
         needed = self.components[ref.rpartition("/")[2]].get("required")
@@ -63,7 +75,7 @@ class TaskSchemas:
         stem = self._stems[task]
         try:
             own, parts = _schemas_of(struct)
-        except (TypeError, NotImplementedError, KeyError):
+        except (TypeError, NotImplementedError, KeyError, PydanticUserError):
             # What JSON Schema cannot describe is any object.
             return self._add(f"{stem}Arguments", stem, {"type": "object"})
         refs: dict[str, str] = {}
@@ -85,10 +97,8 @@ class TaskSchemas:
         return REFS.format(name=name)
 
     def _free(self, name: str, stem: str) -> str:
-        for candidate in (name, f"{stem}{name}", f"{stem}{name}_{_digest(stem + name)}"):
-            if candidate.lower() not in self._taken:
-                return candidate
-        raise AssertionError(f"two components for {name} of {stem}")
+        candidates = chain((name, f"{stem}{name}"), (f"{stem}{name}_{number}" for number in count(2)))
+        return next(each for each in candidates if each.lower() not in self._taken)
 
 
 def _stems(tasks: Iterable[str]) -> dict[str, str]:
@@ -130,7 +140,8 @@ def _closure(part: str, parts: Mapping[str, Schema]) -> dict[str, Schema]:
     found: dict[str, Schema] = {}
     waiting = [part]
     while waiting:
-        if (ref := waiting.pop()) not in found:
+        # What looks like a reference may be part of a default value.
+        if (ref := waiting.pop()) not in found and ref in parts:
             found[ref] = parts[ref]
             waiting += references(parts[ref])
     return found

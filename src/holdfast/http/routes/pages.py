@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +16,7 @@ from msgspec import Meta
 from holdfast._version import __version__
 from holdfast.core.person import Person, Right
 from holdfast.errors import EngineUnavailable, HoldfastError, LedgerUnavailable, Unauthorized, Unknown
-from holdfast.http.api_docs import TOKEN_HEADER, command, sample_arguments, schema_id
+from holdfast.http.api_docs import TOKEN_HEADER, command, schema_id
 from holdfast.http.asgi import Reply
 from holdfast.http.dispatch import problem_reply
 from holdfast.http.gate import DevGate, DevLinkUsed
@@ -195,34 +194,19 @@ def _environment(call: Call) -> str:
 
 
 def _submission(call: Call, caller: Person | None) -> str:
-    body: dict[str, Any] = {"task": "add", "payload": {"a": 1, "b": 2}}
-    if caller is not None:
-        body = min(_samples(call), key=lambda each: list(each["payload"].values()).count(None), default=body)
+    paths = call.service.document(with_tasks=caller is not None)["paths"]
+    content = paths["/api/v1/jobs"]["post"]["requestBody"]["content"]["application/json"]
     lines = ['curl "$BASE/api/v1/jobs?wait=30"']
     if not isinstance(call.service.gate, DevGate):
         lines.append(TOKEN_HEADER)
-    data = shlex.quote(msgspec.json.encode(body).decode())
-    return command(*lines, "-H 'content-type: application/json'", f"-d {data}")
-
-
-def _samples(call: Call) -> Iterator[dict[str, Any]]:
-    """A submission of each task."""
-    schemas = call.service.document(with_tasks=True)["components"]["schemas"]
-    for task, ref in _submissions(call).items():
-        arguments = schemas[ref.rpartition("/")[2]]["properties"]["payload"]["$ref"]
-        yield {"task": task, "payload": sample_arguments(schemas[arguments.rpartition("/")[2]])}
-
-
-def _submissions(call: Call) -> dict[str, str]:
-    """References to the schemas of submissions, by task."""
-    submission = call.service.document(with_tasks=True)["components"]["schemas"]["Submission"]
-    refs: dict[str, str] = submission.get("discriminator", {}).get("mapping", {})
-    return refs
+    data = msgspec.json.encode(content.get("example", {"task": "…"})).decode()
+    return command(*lines, "-H 'content-type: application/json'", f"-d {shlex.quote(data)}")
 
 
 def _tasks(call: Call) -> Html:
     """The app's tasks with links to their schemas."""
-    refs = _submissions(call)
+    submission = call.service.document(with_tasks=True)["components"]["schemas"]["Submission"]
+    refs: dict[str, str] = submission.get("discriminator", {}).get("mapping", {})
     if not refs:
         return element("p", "This server has no app: jobs of any task are passed on to the workers.")
     rows = [element("li", link(code(task), f"docs#{schema_id(ref)}")) for task, ref in refs.items()]
