@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
+from holdfast import Holdfast
 from holdfast.core.person import Role
 from holdfast.http import create_api
 from tests.http.test_jobs import _submit
@@ -53,6 +55,26 @@ def test_everything_has_an_example_that_fits(document: Document) -> None:
     assert (missing, misfits) == ([], [])
 
 
+@pytest.mark.parametrize("simple", [True, False])
+def test_submissions_have_an_example_of_the_apps_own_tasks(simple: bool) -> None:
+    app = Holdfast("sqlite://")
+
+    @app.task(name="b")
+    async def order(number: int, at: datetime) -> None: ...
+
+    if simple:
+
+        @app.task(name="c")
+        async def greet(name: str, times: int, loud: bool = False) -> None: ...
+
+    document = create_api(app).openapi()
+    for path in ("/api/v1/jobs", "/api/v1/jobs/bulk"):
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert ("example" in content) is simple
+        schema = content["schema"] | {"components": document["components"]}
+        assert not simple or jsonschema_rs.is_valid(schema, content["example"])
+
+
 def test_every_operation_tells_its_errors(document: Document) -> None:
     """Refused tokens and stores that are down wherever somebody is asked for; bodies that do not fit wherever one is
     read. An error is told with its codes, each by an example."""
@@ -64,8 +86,8 @@ def test_every_operation_tells_its_errors(document: Document) -> None:
         assert wanted <= responses.keys(), name
         for status in wanted:
             (content,) = responses[status]["content"].values()
-            codes = content["schema"]["allOf"][1]["properties"]["code"]["enum"]
-            assert set(codes) == content["examples"].keys()
+            assert content["schema"] == {"$ref": "#/components/schemas/Problem"}
+            assert set(responses[status]["x-problem-codes"]) == content["examples"].keys()
 
 
 def test_links_lead_to_operations_and_their_parameters(document: Document) -> None:

@@ -100,6 +100,7 @@ async def serve(
         )
         if dev:
             note(f"open {api.state.service.gate.link(server.address)}  (works once)")
+            note(f"for another link: curl -X POST {server.address}/dev")
         await server.run_until_stopped()
     _log.info("server ended")
 

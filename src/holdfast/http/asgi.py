@@ -55,3 +55,13 @@ def header(scope: Scope, name: bytes) -> str | None:
     """The one header of that name; several are joined as HTTP says."""
     found = [value for key, value in scope["headers"] if key == name]
     return ", ".join(value.decode("latin-1") for value in found) if found else None
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Return when the client has left.
+
+    For a task of the caller's own. ASGI promises an awaitable and no more: what a server returns from `receive` may
+    look like a future and lack what `asyncio.gather` and others use (granian's does).
+    """
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -10,18 +10,32 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
+from collections import deque
 from http.cookies import CookieError, SimpleCookie
 from typing import Final, Protocol
 
 from holdfast.core.person import ALL_TENANTS, Person, Role
 from holdfast.errors import Unauthorized, Unknown
 from holdfast.http.asgi import Scope, header
+from holdfast.http.problems import HttpError
 
 _COOKIE: Final = "holdfast_dev"
 #: In words that no redaction takes for a secret.
 _NEEDED: Final = "no valid token came with this; send one as a bearer token (`holdfast token create` makes one)"
+#: Used links that are told from invalid ones.
+_USED_LINKS: Final = 100
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _BY_PROXY: Final = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
+
+
+class DevLinkUsed(HttpError):
+    """A dev link that has signed a browser in."""
+
+    status = 410
+    code = "DEV_LINK_USED"
+
+    def __init__(self) -> None:
+        super().__init__("this link has been used; POST /dev makes another, or restart `holdfast serve --dev`")
 
 
 class Tokens(Protocol):
@@ -65,16 +79,24 @@ class DevGate(Gate):
     def __init__(self, tokens: Tokens) -> None:
         super().__init__(tokens)
         self._key: str | None = secrets.token_urlsafe(24)
+        self._used: deque[str] = deque(maxlen=_USED_LINKS)
         self._session = secrets.token_urlsafe(24)
 
     def link(self, base: str) -> str:
         """Opens the door to one browser, once."""
         return f"{base}/dev?key={self._key}"
 
+    def renew(self) -> None:
+        """Make another link. One that was not used is not valid any more."""
+        self._key = secrets.token_urlsafe(24)
+
     def exchange(self, key: str) -> str:
-        """The cookie that a browser gets for the link's key; the second time there is nothing."""
-        if self._key is None or not hmac.compare_digest(self._key.encode(), key.encode()):
+        """The cookie that a browser gets for the link's key. Raises `DevLinkUsed` the second time, and `Unknown`."""
+        if self._key is None or not _is_same(self._key, key):
+            if any(_is_same(used, key) for used in self._used):
+                raise DevLinkUsed
             raise Unknown("dev link", "given")
+        self._used.append(self._key)
         self._key = None
         return f"{_COOKIE}={self._session}; HttpOnly; SameSite=Strict; Path=/"
 
@@ -96,7 +118,11 @@ class DevGate(Gate):
             cookie = SimpleCookie(header(scope, b"cookie") or "").get(_COOKIE)
         except CookieError:
             return False
-        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self._session.encode())
+        return cookie is not None and _is_same(self._session, cookie.value)
+
+
+def _is_same(secret: str, given: str) -> bool:
+    return hmac.compare_digest(secret.encode(), given.encode())
 
 
 def _is_near(scope: Scope) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-from pydantic import BaseModel
 
 from holdfast._version import __version__
 from holdfast.app import Holdfast
@@ -25,12 +24,17 @@ from holdfast.http.problems import (
     UnsupportedMediaType,
     status_of,
 )
+from holdfast.http.task_schemas import REFS, TaskSchemas, references
 from holdfast.http.wire import ID_PATTERN
 
-_REFS: Final = "#/components/schemas/{name}"
+#: In an error's response: the values that its `code` can have.
+CODES: Final = "x-problem-codes"
 _PARAMETER: Final = re.compile(r"\{(\w+)\}")
 _WAIT: Final = frozenset({429, 503})
-_SUBMISSIONS: Final = ("Submission", "BulkItem")
+#: Components for submissions, and how those for a single task are named.
+_SUBMISSIONS: Final = {"Submission": "Submit{}Request", "BulkItem": "BulkSubmit{}Item"}
+#: Fields whose schema is a component: otherwise code generators make a class of it for every struct with the field.
+_NAMED: Final = {"priority": "Priority", "context": "JobContext"}
 _DESCRIPTION: Final = (
     "Submit jobs, follow them, and operate their queues. Errors are `application/problem+json` with a stable `code`. "
     "Every request carries `Authorization: Bearer hf_…`; what is of another tenant is not there."
@@ -44,20 +48,44 @@ def document(operations: Sequence[Operation], app: Holdfast | None = None) -> di
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, schemas)
     components = dict(schemas.components)
-    for name in _SUBMISSIONS:
+    tasks = TaskSchemas(app, components) if app is not None and app.tasks else None
+    for name, pattern in _SUBMISSIONS.items():
         components[name] = components[name] | {"not": {"required": ["delay_s", "run_at"]}}
-        if app is not None and app.tasks:
-            components[name] = _with_tasks(components[name], app, components)
+        if tasks is not None:
+            components[name] = tasks.submission(name, components[name], pattern)
+    if tasks is not None:
+        components |= tasks.components
+        _replace_examples(paths, tasks.example())
     return {
         "openapi": "3.1.0",
         "info": {"title": "holdfast", "version": __version__, "description": _DESCRIPTION},
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": _used(components, paths),
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer", "bearerFormat": "hf_<id>_<secret>"}},
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in operations)],
     }
+
+
+def _replace_examples(paths: Mapping[str, Any], example: dict[str, Any] | None) -> None:
+    """The examples of submissions: of the app's own tasks, or none."""
+    bulk = None if example is None else {"jobs": [example | {"idempotency_key": "order-17"}]}
+    for path, body in (("/api/v1/jobs", example), ("/api/v1/jobs/bulk", bulk)):
+        content = paths[path]["post"]["requestBody"]["content"]["application/json"]
+        content.pop("example")
+        content |= {} if body is None else {"example": body}
+
+
+def _used(components: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that nothing refers to: the structs of query strings, whose fields are parameters."""
+    used: set[str] = set()
+    waiting = list(references(paths))
+    while waiting:
+        if (name := waiting.pop().rpartition("/")[2]) not in used and name in components:
+            used.add(name)
+            waiting += references(components[name])
+    return {name: schema for name, schema in components.items() if name in used}
 
 
 class _Schemas:
@@ -69,8 +97,17 @@ class _Schemas:
             answered = (answer.kind for answer in operation.answers.values())
             kinds |= dict.fromkeys(kind for kind in (operation.query, operation.body, *answered) if kind is not None)
         self._kinds = list(kinds)
-        found, self.components = msgspec.json.schema_components(self._kinds, ref_template=_REFS)
+        found, self.components = msgspec.json.schema_components(self._kinds, ref_template=REFS)
         self._by_kind = {id(kind): schema for kind, schema in zip(self._kinds, found, strict=True)}
+        for schema in list(self.components.values()):
+            for field, name in _NAMED.items():
+                self._name_field(schema.get("properties", {}), field, name)
+
+    def _name_field(self, properties: dict[str, Any], field: str, name: str) -> None:
+        inner = properties.get(field, {})
+        if "enum" in inner or inner.get("type") == "object":
+            assert self.components.setdefault(name, inner | {"title": name})["title"] == name
+            properties[field] = {"$ref": REFS.format(name=name)}
 
     def of(self, kind: Any) -> dict[str, Any]:
         return self._by_kind[id(kind)]
@@ -190,7 +227,6 @@ def _answer(answer: Answer, schemas: _Schemas) -> dict[str, Any]:
 
 
 def _problem(operation: Operation, status: int, codes: Sequence[str], schemas: _Schemas) -> dict[str, Any]:
-    told = {"properties": {"status": {"const": status}, "code": {"enum": list(codes)}}}
     examples = {
         code: {
             "value": {
@@ -206,43 +242,11 @@ def _problem(operation: Operation, status: int, codes: Sequence[str], schemas: _
     }
     described: dict[str, Any] = {
         "description": f"{TITLES[status]}: {', '.join(codes)}",
-        "content": {CONTENT_TYPE: {"schema": {"allOf": [schemas.of(Problem), told]}, "examples": examples}},
+        # One class for all errors in generated clients; which codes there are is said beside it.
+        "content": {CONTENT_TYPE: {"schema": schemas.of(Problem), "examples": examples}},
+        CODES: list(codes),
     }
     names = ["Retry-After"] if status in _WAIT else ["WWW-Authenticate"] if status == 401 else []
     if names:
         described["headers"] = {name: {"required": True, "schema": {"type": "string"}} for name in names}
     return described
-
-
-# The app's own tasks -----------------------------------------------------------------------------------
-
-
-def _with_tasks(schema: Mapping[str, Any], app: Holdfast, components: dict[str, Any]) -> dict[str, Any]:
-    """A submission is one of a known task, with arguments that fit it."""
-    choices = []
-    for name, task in sorted(app.tasks.items()):
-        arguments = _arguments(task.plan.arguments.struct, f"{name}Arguments", components)
-        choices.append({"properties": {"task": {"const": name}, "payload": arguments}, "required": _needed(arguments)})
-    return dict(schema) | {"oneOf": choices}
-
-
-def _needed(arguments: Mapping[str, Any]) -> list[str]:
-    return ["task", "payload"] if arguments.get("required") else ["task"]
-
-
-def _arguments(kind: type[msgspec.Struct], name: str, components: dict[str, Any]) -> dict[str, Any]:
-    """The arguments' schema. What JSON Schema cannot say is any object."""
-    try:
-        (schema,), parts = msgspec.json.schema_components([kind], schema_hook=_other, ref_template=_REFS)
-    except (TypeError, NotImplementedError):
-        return {"type": "object"}
-    own: dict[str, Any] = parts.pop(schema["$ref"].rpartition("/")[2])
-    for part, described in parts.items():
-        components.setdefault(part, described)
-    return own | {"title": name}
-
-
-def _other(kind: type) -> dict[str, Any]:
-    if issubclass(kind, BaseModel):
-        return kind.model_json_schema()
-    raise NotImplementedError

@@ -139,6 +139,7 @@ TITLES: Final = {
     404: "Not found",
     405: "Method not allowed",
     409: "Conflict",
+    410: "Gone",
     413: "Too large",
     415: "Unsupported media type",
     422: "Invalid request",

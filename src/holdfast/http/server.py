@@ -3,7 +3,6 @@ that can be cut off when a client does not read."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +53,6 @@ class HttpServer(uvicorn.Server):
         )
         self._api = api
         self._socket = sock
-        self._ending: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -72,8 +70,7 @@ class HttpServer(uvicorn.Server):
         # Streams have no end of their own, and requests with `?wait=` would outlast the grace time.
         service: Service | None = getattr(self._api.state, "service", None)
         if service is not None:
-            service.ending.set()
-            self._ending = asyncio.get_running_loop().create_task(service.end_streams())
+            service.end()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn does; but a connection that has just been accepted is served, or it would be left open."""

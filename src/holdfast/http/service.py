@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cached_property
+from types import FrameType
 from typing import Any, Final
 
 import msgspec
@@ -21,7 +24,9 @@ from holdfast.core.backoff import Backoff
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.core.person import Person
 from holdfast.errors import EngineUnavailable, NoLedger
+from holdfast.http.api_docs import render
 from holdfast.http.gate import DevGate, Gate
+from holdfast.http.html import Html
 from holdfast.http.hub import Hub
 from holdfast.http.openapi import document
 from holdfast.http.operation import OPERATIONS
@@ -36,6 +41,8 @@ from holdfast.worker.postman import delivering
 from holdfast.worker.worker import Worker
 
 _log: Final = logging.getLogger("holdfast.http")
+
+_Handler = Callable[[int, FrameType | None], Any]
 
 
 class Service:
@@ -65,6 +72,8 @@ class Service:
         self._hub: Hub | None = None
         self._tides: Tides | None = None
         self._documents: dict[bool, dict[str, Any]] = {}
+        self._docs: dict[bool, Html] = {}
+        self._ending_streams: asyncio.Task[None] | None = None
 
     # What handlers ask for ---------------------------------------------------------------------------
 
@@ -115,8 +124,21 @@ class Service:
             self._documents[with_tasks] = document(OPERATIONS, self.app if with_tasks else None)
         return self._documents[with_tasks]
 
-    async def end_streams(self) -> None:
-        """Streams have no end of their own: whoever stops the server ends them."""
+    def docs(self, *, with_tasks: bool) -> Html:
+        """The OpenAPI document as markup."""
+        if with_tasks not in self._docs:
+            with_token = not isinstance(self.gate, DevGate)
+            self._docs[with_tasks] = render(self.document(with_tasks=with_tasks), with_token=with_token)
+        return self._docs[with_tasks]
+
+    def end(self) -> None:
+        """The process is about to end: answer requests that wait, end streams. Can be repeated."""
+        if not self.ending.is_set():
+            self.ending.set()
+            self._ending_streams = asyncio.get_running_loop().create_task(self._end_streams())
+
+    async def _end_streams(self) -> None:
+        """Streams have no end of their own."""
         if self._hub is not None:
             await self._hub.close()
         if self._tides is not None:
@@ -131,13 +153,15 @@ class Service:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Serve while the block runs; what was started here is ended before it is left."""
+        self.ending.clear()
         opening = asyncio.create_task(self._open(), name="holdfast-http-opening")
         await asyncio.wait({opening}, timeout=self.app.settings.connect_timeout_s)
         helpers = [opening, *self._start()]
         try:
-            yield
+            with _on_termination(self.end):
+                yield
         finally:
-            await self.end_streams()
+            await self._end_streams()
             await self._end(helpers)
             self._offices = self._hub = self._tides = None
             await self.app.close()
@@ -180,6 +204,41 @@ class Service:
         for task in helpers:
             task.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
+
+
+@contextmanager
+def _on_termination(end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` on the event loop at SIGTERM and SIGINT, before the server's own handler.
+
+    ASGI servers send `lifespan.shutdown` when all requests are answered, and a stream is a request without an end:
+    without this a server waits for its clients, or cuts them off after its own time limit. A signal that the server
+    does not handle keeps its default. Does nothing outside the main thread, where Python allows no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    replaced: dict[signal.Signals, tuple[_Handler, _Handler]] = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        previous = signal.getsignal(number)
+        if callable(previous):
+            replaced[number] = previous, _ending_first(previous, loop, end)
+            signal.signal(number, replaced[number][1])
+    try:
+        yield
+    finally:
+        for number, (previous, own) in replaced.items():
+            # A handler that was installed since stays.
+            if signal.getsignal(number) is own:
+                signal.signal(number, previous)
+
+
+def _ending_first(previous: _Handler, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> _Handler:
+    def handle(number: int, frame: FrameType | None) -> Any:
+        loop.call_soon_threadsafe(end)
+        return previous(number, frame)
+
+    return handle
 
 
 def _key_of(settings: Settings) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from holdfast.http.asgi import Receive, Scope, Send
+from holdfast.http.asgi import Receive, Scope, Send, wait_disconnect
 
 CONTENT_TYPE: Final = "text/event-stream"
 #: A comment every so often keeps proxies from hanging up, and finds clients that are gone.
@@ -56,8 +56,7 @@ async def until_gone(receive: Receive, on_gone: Callable[[], None]) -> AsyncIter
     """Watch for the client's going away while the block runs."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await wait_disconnect(receive)
         on_gone()
 
     watching = asyncio.create_task(watch())

@@ -31,7 +31,7 @@ from holdfast.errors import (
     UnknownJob,
     UnknownTask,
 )
-from holdfast.http.asgi import Receive, Reply
+from holdfast.http.asgi import Receive, Reply, wait_disconnect
 from holdfast.http.operation import Answer, Call, operation
 from holdfast.http.problems import HttpError, ItemRefused, Unprocessable, problem_of
 from holdfast.http.reading import arguments_of
@@ -355,7 +355,8 @@ async def _ended(service: Service, queue: str, job_id: str, wait_s: float, recei
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(wait_s, service.app.settings.http_wait_limit_s)
     desk = await service.app.desk()
-    gone, ending = asyncio.ensure_future(receive()), asyncio.ensure_future(service.ending.wait())
+    gone = asyncio.create_task(wait_disconnect(receive))
+    ending = asyncio.create_task(service.ending.wait())
     try:
         while (left_s := deadline - loop.time()) > 0 and not gone.done() and not ending.done():
             waiting = asyncio.ensure_future(desk.wait_final(queue, job_id, min(_WAIT_MS, max(1, int(left_s * 1000)))))

@@ -1,19 +1,17 @@
-"""Health, readiness, metrics, the OpenAPI document, the dev link."""
+"""Health, readiness, metrics, the OpenAPI document."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta
 
 from holdfast.core.person import Right
-from holdfast.errors import EngineUnavailable, Forbidden, LedgerUnavailable, Unauthorized, Unknown
+from holdfast.errors import EngineUnavailable, Forbidden, Unauthorized
 from holdfast.http.asgi import Reply
-from holdfast.http.gate import DevGate
 from holdfast.http.operation import Answer, Call, operation
 from holdfast.http.problems import DOWN as UNAVAILABLE
-from holdfast.http.wire import Request
+from holdfast.http.routes.pages import caller_of
 from holdfast.observe.metrics import exposition
 from holdfast.observe.scrape import Health
 from holdfast.readiness import DOWN, NONE, OK, engine_status, ledger_status
@@ -31,12 +29,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     ledger: str
     #: The worker in this process.
     worker: str
-
-
-class DevQuery(Request, frozen=True, kw_only=True):
-    """The one-time key of the dev link."""
-
-    key: Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 @operation(
@@ -111,31 +103,7 @@ async def metrics(call: Call) -> Reply:
 )
 async def openapi(call: Call) -> Reply:
     """The OpenAPI document; with the tasks and their arguments for whoever has a token."""
-    try:
-        await call.service.gate.person(call.scope)
-    except (Unauthorized, EngineUnavailable, LedgerUnavailable):
-        return Reply(call.service.document(with_tasks=False))
-    return Reply(call.service.document(with_tasks=True))
-
-
-@operation(
-    "GET",
-    "/dev",
-    "devLink",
-    tag=_TAG,
-    right=None,
-    query=DevQuery,
-    answers={303: Answer("Come in.", headers={"Location": "The document.", "Set-Cookie": "Who you are."})},
-    errors=(Unknown,),
-)
-async def dev_link(call: Call) -> Reply:
-    """The link that `holdfast serve --dev` prints: lets one browser in, once."""
-    gate, query = call.service.gate, call.query
-    if not isinstance(gate, DevGate):
-        raise Unknown("dev link", "here")
-    cookie = gate.exchange(query.key)
-    location = f"{call.scope.get('root_path', '')}/openapi.json"
-    return Reply(b"", 303, [(b"location", location.encode()), (b"set-cookie", cookie.encode())])
+    return Reply(call.service.document(with_tasks=await caller_of(call) is not None))
 
 
 async def _engine(call: Call) -> str:

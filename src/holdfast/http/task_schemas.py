@@ -1,0 +1,177 @@
+"""Schemas of the app's own tasks for the OpenAPI document: arguments and submissions, each a named component.
+
+Code generators make a class of every component, so names are unique and do not depend on the order of registration.
+The API's own names never change: a type of the app's that shares a name with one of them, or with a different type of
+another task, gets the task's name in front.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, count
+from typing import Any, Final
+
+import msgspec
+from pydantic import BaseModel, PydanticUserError
+from pydantic.json_schema import models_json_schema
+
+from holdfast.app import Holdfast
+
+REFS: Final = "#/components/schemas/{name}"
+#: Where references lead until the names are final: msgspec and pydantic each name types in their own way.
+_STRUCTS: Final = "#/structs/{name}"
+_MODELS: Final = "#/models/{model}"
+_WORDS: Final = re.compile(r"[A-Za-z0-9]+")
+
+_SAMPLES: Final[dict[Any, Any]] = {int: 1, float: 1, str: "text", bool: True}
+
+Schema = dict[str, Any]
+
+
+class TaskSchemas:
+    """Components for the tasks of an app. `taken`: names of the API's own components."""
+
+    def __init__(self, app: Holdfast, taken: Iterable[str]) -> None:
+        self.components: dict[str, Schema] = {}
+        self._taken = {name.lower() for name in taken}
+        self._structs = {name: task.plan.arguments.struct for name, task in app.tasks.items()}
+        self._stems = _stems(app.tasks)
+        #: Types by name and everything that they refer to: tasks that share a type share its component.
+        self._known: dict[tuple[str, bytes], str] = {}
+        self._arguments = {name: self._describe(name, self._structs[name]) for name in self._stems}
+
+    def submission(self, title: str, base: Mapping[str, Any], pattern: str) -> Schema:
+        """A submission of one of the tasks: for each `base` with its name and arguments. `pattern` names these."""
+        refs = {}
+        for task, stem in self._stems.items():
+            schema = self._for_task(base, task)
+            refs[task] = self._add(pattern.format(stem), stem, schema)
+        return {
+            "title": title,
+            "oneOf": [{"$ref": ref} for ref in refs.values()],
+            "discriminator": {"propertyName": "task", "mapping": refs},
+        }
+
+    def example(self) -> Schema | None:
+        """A submission of the first task whose required arguments are plain values."""
+        for task in self._stems:
+            needed = [field for field in msgspec.structs.fields(self._structs[task]) if field.required]
+            if all(isinstance(field.type, type) and field.type in _SAMPLES for field in needed):
+                return {"task": task, "payload": {field.encode_name: _SAMPLES[field.type] for field in needed}}
+        return None
+
+    def _for_task(self, base: Mapping[str, Any], task: str) -> Schema:
+        ref = self._arguments[task]
+        needed = self.components[ref.rpartition("/")[2]].get("required")
+        own = {"task": {"type": "string", "const": task}, "payload": {"$ref": ref}}
+        required = [*base["required"], *(["payload"] if needed else [])]
+        return dict(base) | {"properties": base["properties"] | own, "required": required}
+
+    def _describe(self, task: str, struct: type[msgspec.Struct]) -> str:
+        """Add the arguments of a task and all types in them; returns the reference to the arguments."""
+        stem = self._stems[task]
+        try:
+            own, parts = _schemas_of(struct)
+        except (TypeError, NotImplementedError, KeyError, PydanticUserError):
+            # What JSON Schema cannot describe is any object.
+            return self._add(f"{stem}Arguments", stem, {"type": "object"})
+        refs: dict[str, str] = {}
+        for part in parts:
+            if part != own:
+                name = "_".join(_WORDS.findall(part.rpartition("/")[2]))
+                key = name, msgspec.json.encode(sorted(_closure(part, parts).items()))
+                refs[part] = REFS.format(name=self._known.setdefault(key, self._free(name, stem)))
+                self._taken.add(self._known[key].lower())
+        for part, ref in refs.items():
+            name = ref.rpartition("/")[2]
+            self.components[name] = _titled(name, _resolved(parts[part], refs))
+        return self._add(f"{stem}Arguments", stem, _resolved(parts[own], refs))
+
+    def _add(self, name: str, stem: str, schema: Schema) -> str:
+        name = self._free(name, stem)
+        self._taken.add(name.lower())
+        self.components[name] = schema | {"title": name}
+        return REFS.format(name=name)
+
+    def _free(self, name: str, stem: str) -> str:
+        candidates = chain((name, f"{stem}{name}"), (f"{stem}{name}_{number}" for number in count(2)))
+        return next(each for each in candidates if each.lower() not in self._taken)
+
+
+def _stems(tasks: Iterable[str]) -> dict[str, str]:
+    """How the components of each task are named: in CamelCase, with a digest where several would be named alike."""
+    plain = {task: "".join(word[:1].upper() + word[1:] for word in _WORDS.findall(task)) for task in sorted(tasks)}
+    often = Counter(stem.lower() for stem in plain.values())
+    return {
+        task: stem if stem and stem[0].isalpha() and often[stem.lower()] == 1 else f"Task{stem}_{_digest(task)}"
+        for task, stem in plain.items()
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _schemas_of(struct: type[msgspec.Struct]) -> tuple[str, dict[str, Schema]]:
+    """The reference to a struct's schema, and all schemas that it needs by their references."""
+    models: dict[type[BaseModel], None] = {}
+
+    def collect(kind: type) -> Schema:
+        if not issubclass(kind, BaseModel):
+            raise NotImplementedError
+        models[kind] = None
+        return {"type": "object"}
+
+    msgspec.json.schema_components([struct], schema_hook=collect)
+    refs, described = models_json_schema([(model, "validation") for model in models], ref_template=_MODELS)
+    (own,), parts = msgspec.json.schema_components(
+        [struct], schema_hook=lambda kind: refs[kind, "validation"], ref_template=_STRUCTS
+    )
+    all_parts = {_STRUCTS.format(name=name): part for name, part in parts.items()}
+    all_parts |= {_MODELS.format(model=name): part for name, part in described.get("$defs", {}).items()}
+    return own["$ref"], all_parts
+
+
+def _closure(part: str, parts: Mapping[str, Schema]) -> dict[str, Schema]:
+    """A schema and all that it refers to, itself or by others."""
+    found: dict[str, Schema] = {}
+    waiting = [part]
+    while waiting:
+        # What looks like a reference may be part of a default value.
+        if (ref := waiting.pop()) not in found and ref in parts:
+            found[ref] = parts[ref]
+            waiting += references(parts[ref])
+    return found
+
+
+def references(schema: Any) -> Iterator[str]:
+    """Where a schema's references lead."""
+    match schema:
+        case {"$ref": str(ref)}:
+            yield ref
+        case Mapping():
+            for value in schema.values():
+                yield from references(value)
+        case list() | tuple():
+            for value in schema:
+                yield from references(value)
+
+
+def _resolved(schema: Any, refs: Mapping[str, str]) -> Any:
+    """The schema with its references replaced."""
+    match schema:
+        case Mapping():
+            return {
+                key: refs.get(value, value) if key == "$ref" else _resolved(value, refs)
+                for key, value in schema.items()
+            }
+        case list() | tuple():
+            return [_resolved(value, refs) for value in schema]
+    return schema
+
+
+def _titled(name: str, schema: Schema) -> Schema:
+    return schema | {"title": name} if "title" in schema else schema
