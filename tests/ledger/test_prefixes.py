@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from holdfast.ledger.embedded import EmbeddedLedger
-from holdfast.ledger.ledgers import SqliteLedger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.prefixes import KINDS, matching_ids
 from holdfast.ledger.queries import Queries
 from tests.ledger.conftest import AnyLedger
