@@ -128,6 +128,12 @@ def test_without_a_ledger_the_engine_answers_and_says_so(
     monkeypatch.setenv("HOLDFAST_URL", redis_url)
     monkeypatch.setenv("HOLDFAST_NAMESPACE", namespace)
     cli.submit("add", "--arg", "a=1")
+    states = cli.json("jobs", "watch", "--timeout", "0", code=5)["queues"][0]["states"]
+    assert (len(states), states["queued"], states["succeeded"]) == (10, 1, None)
+    monkeypatch.setenv("HOLDFAST_LEDGER", "sqlite:///not-made-yet.db")
+    watched = cli.run("jobs", "watch", "--timeout", "0", "--json", code=5)
+    assert "ended jobs are not counted: there is no ledger" in watched.stderr
+    monkeypatch.delenv("HOLDFAST_LEDGER")
     listed = cli.run("jobs", "list")
     assert "add" in listed.stdout
     assert "there is no ledger" in listed.stderr

@@ -16,12 +16,13 @@ from holdfast.core.job import JobView
 from holdfast.core.person import Person
 from holdfast.core.states import State
 from holdfast.engine.port import Engine
-from holdfast.errors import InvalidOption, LedgerUnavailable, UnknownJob, UsageError
+from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch, UnknownJob, UsageError
 from holdfast.ledger.factory import build_ledger
 from holdfast.settings import Settings
 
 if TYPE_CHECKING:
     # Its queries load SQLAlchemy, which a look at Redis alone does not need.
+    from holdfast.ledger.port import Ledger
     from holdfast.ledger.queries import Queries
     from holdfast.ledger.records import Counts, JobDetail
 
@@ -90,22 +91,25 @@ class Stores:
 
 @asynccontextmanager
 async def ledger_queries(settings: Settings, engine: Engine) -> AsyncIterator[Queries | None]:
-    """The ledger's queries, or None: there is no ledger, nothing was written to it yet, or it does not answer."""
+    """The ledger's queries, or None: there is no ledger, or none that can be used now."""
     ledger = build_ledger(settings, engine)
     if ledger is None:
         yield None
         return
     try:
-        ledger_must_exist(settings)
-        await ledger.open()
-    except (UsageError, LedgerUnavailable) as exc:
-        note(f"ended jobs are not counted: {exc}")
-        yield None
-        return
-    try:
-        yield ledger.queries
+        yield ledger.queries if await _is_usable(settings, ledger) else None
     finally:
         await ledger.close()
+
+
+async def _is_usable(settings: Settings, ledger: Ledger) -> bool:
+    try:
+        ledger_must_exist(settings)
+        await ledger.open()
+    except (UsageError, SchemaMismatch, LedgerUnavailable) as exc:
+        note(f"ended jobs are not counted: {exc}")
+        return False
+    return True
 
 
 @asynccontextmanager
