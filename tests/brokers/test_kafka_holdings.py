@@ -179,3 +179,25 @@ def test_a_time_that_no_calendar_has_is_now() -> None:
     assert moment(1_763_247_000_000) == datetime(2025, 11, 15, 22, 50, tzinfo=UTC)
     for odd in (1_763_247_000_000_000, 2**63 - 1, -(2**63)):
         assert abs(moment(odd) - datetime.now(UTC)) < timedelta(minutes=1)
+
+
+def test_a_position_behind_markers_is_committed_once_nothing_before_it_is_in_flight() -> None:
+    holdings = Holdings(10)
+    holdings.gain([0])
+    in_flight = taken(holdings, 0, 4)
+    holdings.reach({0: 7, 1: 3})
+    assert holdings.to_commit() == {0: 4}
+    holdings.settle(in_flight)
+    assert holdings.to_commit() == {0: 7}
+    holdings.reach({0: 6})
+    assert holdings.to_commit() == {}
+
+
+def test_a_position_of_an_earlier_assignment_is_not_committed() -> None:
+    holdings = Holdings(10)
+    holdings.gain([0, 1], {0: 100, 1: 100})
+    holdings.reach({0: 100, 1: 96})
+    assert holdings.to_commit() == {1: 96}
+    holdings.settle(taken(holdings, 0, 95))
+    holdings.reach({0: 96})
+    assert holdings.to_commit() == {0: 96}

@@ -14,6 +14,8 @@ from holdfast.testing.contract.brokers import Bench, BrokerContract, BrokerFault
 
 
 class MemoryHarness(BrokerHarness):
+    tombstones = True
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._queues = 0

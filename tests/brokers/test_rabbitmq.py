@@ -171,8 +171,8 @@ async def test_a_broker_killed_in_mid_batch_loses_nothing_that_it_confirmed(mort
     bench = Bench(mortal, await mortal.new_queue())
     publisher = await bench.publisher()
     reader = await bench.reader(prefetch=50)
-    confirmed: set[bytes] = set()
-    handled: set[bytes] = set()
+    confirmed: set[bytes | None] = set()
+    handled: set[bytes | None] = set()
     half_way = asyncio.Event()
 
     async def write() -> None:

@@ -305,7 +305,7 @@ async def test_a_server_that_stops_answering_is_noticed(make_redis: MakeServer, 
     assert not await reader.adapter.health_check()
     server.resume()
     await bench.publish(b"three")
-    came: set[bytes] = set()
+    came: set[bytes | None] = set()
     while b"three" not in came:
         came.add((await reader.handle(1))[0].body)
     await eventually(publisher.health_check)

@@ -60,7 +60,7 @@ class World:
 
     def bodies(self, topic: str = "orders") -> list[Any]:
         """Data of the CloudEvents that have arrived, in order."""
-        return [msgspec.json.decode(message.body)["data"] for message in self.broker.messages(topic)]
+        return [msgspec.json.decode(message.body or b"")["data"] for message in self.broker.messages(topic)]
 
     @asynccontextmanager
     async def relay(self, settings: Settings | None = None, **given: Outlet) -> AsyncIterator[Relay]:

@@ -40,6 +40,19 @@ def test_text_and_binary_as_they_are() -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["json", "text", "binary"])
+def test_a_tombstone_is_not_an_empty_message(kind: str) -> None:
+    parsed = parser_of(kind)(None)
+    assert (parsed.payload, parsed.json) == (None, b"null")
+    if kind != "json":
+        assert parser_of(kind)(b"").payload in ("", b"")
+
+
+def test_a_tombstone_is_not_a_cloud_event() -> None:
+    with pytest.raises(ParseError, match="is a tombstone"):
+        parser_of("cloudevents")(None)
+
+
 def test_an_unknown_parser() -> None:
     with pytest.raises(InvalidOption, match="json, text, binary, cloudevents"):
         parser_of("xml")

@@ -1,4 +1,4 @@
-"""What is written to the dead letters, the same on every broker."""
+"""What is the same on every broker about what is written: headers of dead letters, and tombstones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import json
 from collections.abc import Sequence
 
 from holdfast.brokers.port import RawMessage
+from holdfast.errors import BrokerRefused
+
+
+def tombstone_refused(broker: str) -> BrokerRefused:
+    """For a message without a value, where only Kafka has such."""
+    return BrokerRefused(f"{broker} does not know tombstones (a body of None); publish an empty body instead")
 
 
 def dead_headers(

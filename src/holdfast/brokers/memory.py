@@ -103,7 +103,7 @@ class MemoryBroker:
                         self._give_back(group, delivery)
         self._wake()
 
-    def write(self, topic: str, body: bytes, headers: Mapping[str, str] | None = None, key: str = "") -> str:
+    def write(self, topic: str, body: bytes | None, headers: Mapping[str, str] | None = None, key: str = "") -> str:
         """Publish one message, whatever state the broker is in; its id."""
         sequence = self._append(Outgoing(topic, body, dict(headers or {}), key))
         return _message_id(topic, sequence)

@@ -20,7 +20,8 @@ class RawMessage(msgspec.Struct, frozen=True, eq=False):
 
     #: The same for every delivery of the message, and for no other message of this broker and queue.
     message_id: str
-    body: bytes
+    #: None: a tombstone, Kafka's message without a value. Not the same as an empty body.
+    body: bytes | None
     #: Names are lower case; of a name that comes twice the last value counts.
     headers: Mapping[str, str]
     #: When it was written, by the broker's or the writer's clock; when it was received, if the broker does not say.
@@ -95,7 +96,8 @@ class Outgoing(msgspec.Struct, frozen=True):
     """A message to be published."""
 
     topic: str
-    body: bytes
+    #: None: a tombstone. Brokers other than Kafka refuse it.
+    body: bytes | None
     headers: Mapping[str, str]
     #: Written in order, message by message; empty: no order is asked for.
     key: str = ""

@@ -111,7 +111,7 @@ class RabbitAdapter(QueueAdapter):
         link, _ = self._origin[message]
         letter = dead_letter(message, self._dlq_name, self.queue_name, reason, history)
         # It came from this broker, however large it is.
-        limits = self._settings.model_copy(update={"max_message_bytes": max(1, len(letter.body))})
+        limits = self._settings.model_copy(update={"max_message_bytes": max(1, len(letter.body or b""))})
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._find(link, self._dlq_name)

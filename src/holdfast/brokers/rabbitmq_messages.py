@@ -14,7 +14,7 @@ from aiormq import Channel, spec
 from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
 
-from holdfast.brokers.letters import dead_headers
+from holdfast.brokers.letters import dead_headers, tombstone_refused
 from holdfast.brokers.port import Outgoing, RawMessage
 from holdfast.brokers.rabbitmq_link import RabbitConnection
 from holdfast.errors import BrokerRefused, BrokerUnavailable
@@ -44,7 +44,9 @@ def dead_letter(message: RawMessage, name: str, source: str, reason: str, histor
 async def publish(channel: Channel, message: Outgoing, settings: RabbitConnection, exchange: str) -> None:
     """Written and confirmed, or an error."""
     headers = {**message.headers, **({settings.key_header: message.key} if message.key else {})}
-    _check(message, headers, settings)
+    if message.body is None:
+        raise tombstone_refused("RabbitMQ")
+    _check(message, headers, len(message.body), settings)
     properties = spec.Basic.Properties(
         content_type=next((value for name, value in headers.items() if name.lower() == "content-type"), None),
         headers=dict(headers),
@@ -72,7 +74,7 @@ async def publish(channel: Channel, message: Outgoing, settings: RabbitConnectio
         ) from exc
 
 
-def _check(message: Outgoing, headers: Mapping[str, str], settings: RabbitConnection) -> None:
+def _check(message: Outgoing, headers: Mapping[str, str], body_bytes: int, settings: RabbitConnection) -> None:
     """What the protocol cannot carry would cost the whole connection, and everybody's messages on it."""
     too_long = [
         what
@@ -87,9 +89,9 @@ def _check(message: Outgoing, headers: Mapping[str, str], settings: RabbitConnec
         raise BrokerRefused(f"RabbitMQ takes no {too_long[0]} of more than {_MAX_NAME_BYTES} bytes")
     if _size(headers) > _MAX_HEADER_BYTES:
         raise BrokerRefused(f"RabbitMQ takes no more than {_MAX_HEADER_BYTES} bytes of headers")
-    if len(message.body) > settings.max_message_bytes:
+    if body_bytes > settings.max_message_bytes:
         raise BrokerRefused(
-            f"a message of {len(message.body)} bytes is over the limit of {settings.max_message_bytes} "
+            f"a message of {body_bytes} bytes is over the limit of {settings.max_message_bytes} "
             "(max_message_bytes; the broker's own is max_message_size)"
         )
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from holdfast.brokers.letters import tombstone_refused
 from holdfast.brokers.port import Outgoing, Publisher
 from holdfast.brokers.redis_client import REDIS_ERRORS, TAKEN, RedisConnection, to_fields, translate
 from holdfast.errors import BrokerRefused, BrokerUnavailable
@@ -57,7 +58,7 @@ class RedisPublisher(Publisher):
             limit = self._connection.max_length
             trim = () if limit is None else ("MAXLEN", "~", limit)
             for message in messages:
-                fields = to_fields(message.body, message.headers, message.key)
+                fields = to_fields(message.body or b"", message.headers, message.key)
                 pipe.execute_command("XADD", message.topic, *trim, "*", *fields)
             replies: list[Any] = await pipe.execute(raise_on_error=False)
             return replies
@@ -72,6 +73,8 @@ def _unfit(messages: Sequence[Outgoing]) -> list[BrokerUnavailable | None]:
         line = (message.topic, message.key)
         if not TAKEN.isdisjoint(message.headers):
             answer = BrokerRefused(f"a message on Redis Streams cannot have headers named {' or '.join(sorted(TAKEN))}")
+        elif message.body is None:
+            answer = tombstone_refused("Redis Streams")
         elif message.key and line in failed:
             answer = BrokerUnavailable("an earlier message of this key was not written")
         if answer is not None:

@@ -166,7 +166,7 @@ class RedisAdapter(QueueAdapter):
         headers = dead_headers(message, self._stream, reason, history)
         for name in TAKEN:
             headers.pop(name, None)
-        fields = to_fields(message.body, headers, message.key)
+        fields = to_fields(message.body or b"", headers, message.key)
         delete = int(self._connection.delete_acknowledged)
         await self._answered(
             self._run("bury", delete, message.message_id, held.deliveries, *fields, keys=(self._stream, self._dlq))

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import uuid4
 
-from holdfast.brokers.letters import dead_headers
+from holdfast.brokers.letters import dead_headers, tombstone_refused
 from holdfast.brokers.port import Outgoing, RawMessage
 from holdfast.brokers.times import moment
 from holdfast.errors import BrokerRefused
@@ -39,7 +39,9 @@ _DIGEST: Final = "holdfast-digest-"
 
 
 def encoded(message: Outgoing, *, fifo: bool) -> dict[str, Any]:
-    """An entry for `SendMessageBatch`, without its `Id`."""
+    """An entry for `SendMessageBatch`, without its `Id`; `BrokerRefused` for what SQS cannot carry."""
+    if message.body is None:
+        raise tombstone_refused("SQS")
     body, encoding = _encoded_body(message.body)
     own = {_ENCODING: encoding} if encoding else {}
     entry: dict[str, Any] = {"MessageBody": body}

@@ -114,8 +114,8 @@ class SqsPublisher(Publisher):
         batches: list[dict[int, dict[str, Any]]] = []
         room = 0
         for place in places:
-            entry = encoded(messages[place], fifo=is_fifo(messages[place].topic))
             try:
+                entry = encoded(messages[place], fifo=is_fifo(messages[place].topic))
                 check_size(entry, self._settings.max_message_bytes)
             except BrokerRefused as exc:
                 answers[place] = exc

@@ -68,8 +68,9 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
         payload_limit: int | None = None,
     ) -> MessageEnvelope:
         """Raises `ParseError`, or `PayloadTooLarge`: then it is one for the dead letters."""
-        if payload_limit is not None and len(raw.body) > payload_limit:
-            raise PayloadTooLarge("the message", len(raw.body), payload_limit)
+        size = len(raw.body or b"")
+        if payload_limit is not None and size > payload_limit:
+            raise PayloadTooLarge("the message", size, payload_limit)
         headers = _readable(raw.headers)
         parsed = parser(raw.body)
         if parsed.headers:

@@ -5,6 +5,9 @@ text          UTF-8
 binary        the bytes as they are
 cloudevents   a CloudEvent in structured JSON: its data; type and id stand in for missing headers, and the other
               attributes become headers `ce-…`
+
+The payload of a tombstone, Kafka's message without a value, is None; it is not a CloudEvent. An empty body is text or
+bytes without length, and is not JSON.
 """
 
 from __future__ import annotations
@@ -36,11 +39,12 @@ class Parsed(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = MappingProxyType({})
 
 
-Parser = Callable[[bytes], Parsed]
+Parser = Callable[[bytes | None], Parsed]
 
 _any: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder()
 _members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NOTHING: Final = msgspec.Raw(b"null")
+_TOMBSTONE: Final = Parsed(None, b"null")
 _NEEDED: Final = ("specversion", "id", "source", "type")
 
 
@@ -52,11 +56,13 @@ def parser_of(kind: str) -> Parser:
     return parser
 
 
-def parse_json(body: bytes) -> Parsed:
-    return Parsed(_json(_any, body), body)
+def parse_json(body: bytes | None) -> Parsed:
+    return _TOMBSTONE if body is None else Parsed(_json(_any, body), body)
 
 
-def parse_text(body: bytes) -> Parsed:
+def parse_text(body: bytes | None) -> Parsed:
+    if body is None:
+        return _TOMBSTONE
     try:
         return Parsed(body.decode())
     except UnicodeDecodeError as exc:
@@ -64,11 +70,13 @@ def parse_text(body: bytes) -> Parsed:
         raise ParseError(f"the message is not UTF-8: byte {exc.start} of {len(body)}: {exc.reason}") from None
 
 
-def parse_binary(body: bytes) -> Parsed:
-    return Parsed(body)
+def parse_binary(body: bytes | None) -> Parsed:
+    return _TOMBSTONE if body is None else Parsed(body)
 
 
-def parse_cloud_event(body: bytes) -> Parsed:
+def parse_cloud_event(body: bytes | None) -> Parsed:
+    if body is None:
+        raise ParseError("the message is not a CloudEvent: it is a tombstone, without a value")
     members = _json(_members, body)
     attributes: dict[str, str] = {}
     for name, raw in members.items():

@@ -26,10 +26,12 @@ _numbers: Final = count(1)
 class _Share:
     """One partition, from the moment it is ours until it is not. If it comes back, it comes back as another one."""
 
-    __slots__ = ("committed", "in_hand", "leaving", "number", "position", "started")
+    __slots__ = ("before", "committed", "in_hand", "leaving", "number", "position", "started")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, before: int | None = None) -> None:
         self.number = number
+        #: The client's position when the partition became ours, left over from an earlier assignment.
+        self.before = before
         #: Where the next message is expected; None: none has come yet.
         self.position: int | None = None
         #: Offset → which delivery of it, in the order of the offsets.
@@ -58,12 +60,32 @@ class Holdings:
 
     # The poller's side ------------------------------------------------------------------------------
 
-    def gain(self, partitions: Iterable[int]) -> None:
-        """They are ours now."""
+    def gain(self, partitions: Iterable[int], before: Mapping[int, int] | None = None) -> None:
+        """They are ours now. `before`: the client's positions so far, which are of earlier assignments."""
         with self._changed:
             for partition in partitions:
                 self._drop(partition)
-                self._shares[partition] = _Share(next(_numbers))
+                self._shares[partition] = _Share(next(_numbers), (before or {}).get(partition))
+
+    def partitions(self) -> list[int]:
+        """Those that are ours."""
+        with self._changed:
+            return list(self._shares)
+
+    def reach(self, positions: Mapping[int, int]) -> None:
+        """Where the client reads next: past transaction markers and aborted messages, which are never delivered.
+
+        Every message before these positions must have gone through `take`.
+        """
+        with self._changed:
+            for partition, position in positions.items():
+                share = self._shares.get(partition)
+                if share is None:
+                    continue
+                # Until something was read in this assignment, the client reports the position of the one before.
+                is_current = position != share.before if share.position is None else position > share.position
+                if is_current:
+                    share.position = position
 
     def take(self, partition: int, offset: int) -> int | None:
         """A message has come: the number of our share, to be kept with it; None: the partition is not ours."""

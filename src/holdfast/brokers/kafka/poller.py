@@ -100,6 +100,7 @@ class Poller:
             while not self._ending.is_set():
                 if self._turn(consumer):
                     backoff.reset()
+            self._pass_markers(consumer)
         finally:
             # Whatever is in hand is for others from now on; what is done is done.
             self._commit_now(consumer, None)
@@ -147,6 +148,7 @@ class Poller:
         if now < self._commit_at and not self._holdings.commit_is_due():
             return
         self._commit_at = now + _COMMIT_EVERY_S
+        self._pass_markers(consumer)
         offsets = self._holdings.to_commit()
         if offsets:
             try:
@@ -173,13 +175,33 @@ class Poller:
         else:
             self._back()
 
+    def _pass_markers(self, consumer: Consumer) -> None:
+        """Commits then reach the end of the log behind a transaction, and monitors that compare the two show no lag.
+
+        Only between two turns: inside of `consume`, as rebalances are, the client is ahead of `take`.
+        """
+        self._holdings.reach(self._positions(consumer, self._holdings.partitions()))
+
+    def _positions(self, consumer: Consumer, partitions: Iterable[int]) -> dict[int, int]:
+        """Partition → where the client reads next, of those where it has read anything."""
+        asked = [TopicPartition(self._topic, partition) for partition in partitions]
+        if not asked:
+            return {}
+        try:
+            found = consumer.position(asked)
+        except (KafkaException, RuntimeError) as exc:
+            _log.debug("positions in %s are not known: %s", self._topic, redact(str(exc)))
+            return {}
+        return {place.partition: place.offset for place in found if place.offset >= 0}
+
     def _places(self, offsets: dict[int, int]) -> list[TopicPartition]:
         return [TopicPartition(self._topic, partition, offset) for partition, offset in offsets.items()]
 
     # Rebalances: called by `consume` ----------------------------------------------------------------
 
     def _assigned(self, consumer: Consumer, places: list[TopicPartition]) -> None:
-        self._holdings.gain(place.partition for place in places)
+        partitions = [place.partition for place in places]
+        self._holdings.gain(partitions, self._positions(consumer, partitions))
         cooperative = self._connection.assignment == "cooperative-sticky"
         (consumer.incremental_assign if cooperative else consumer.assign)(places)
         if places:
@@ -260,9 +282,8 @@ def _headers(headers: Any) -> dict[str, str]:
     return {name.lower(): "" if value is None else _word(value) for name, value in headers}
 
 
-def _bytes(value: str | bytes | None) -> bytes:
-    """A tombstone has no body."""
-    return value if isinstance(value, bytes) else (value or "").encode()
+def _bytes(value: str | bytes | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value
 
 
 def _word(value: str | bytes) -> str:

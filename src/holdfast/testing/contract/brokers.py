@@ -42,6 +42,8 @@ class BrokerHarness:
     many = 200
     #: A member of a group that is silent for so long would have been given up by the broker.
     silence_s = 1.0
+    #: Whether it carries messages without a value.
+    tombstones = False
     #: Never to be seen in a log, an error or a `repr`; None: this broker asks for no password.
     secret: str | None = None
 
@@ -185,9 +187,9 @@ class Bench:
         messages = [self.outgoing(b"%d" % number, key=f"key-{number}") for number in numbers]
         assert await (await self.publisher()).publish(messages) == [None] * len(messages)
 
-    def outgoing(self, body: bytes, key: str = "", **headers: str) -> Outgoing:
+    def outgoing(self, body: bytes | None, key: str = "", **headers: str) -> Outgoing:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return Outgoing(self.queue, body, named, key, f"event-{body[:20].hex()}")
+        return Outgoing(self.queue, body, named, key, f"event-{(body or b'')[:20].hex()}")
 
     async def close(self) -> None:
         for reader in self._readers:
@@ -198,9 +200,9 @@ class Bench:
             await self._publisher.close()
 
 
-def by_key(messages: Iterable[RawMessage]) -> dict[str, list[bytes]]:
+def by_key(messages: Iterable[RawMessage]) -> dict[str, list[bytes | None]]:
     """The bodies of each key, as they came."""
-    came: defaultdict[str, list[bytes]] = defaultdict(list)
+    came: defaultdict[str, list[bytes | None]] = defaultdict(list)
     for message in messages:
         came[message.key].append(message.body)
     return dict(came)
@@ -332,7 +334,7 @@ class MessageContract(_Suite):
         body = {"empty": b"", "every byte": EVERY_BYTE, "text": "grüß dich \n\t\0".encode(), "large": large}[kind]
         await bench.publish(body, key="k")
         message = await (await bench.reader()).one()
-        assert len(message.body) == len(body)
+        assert len(message.body or b"") == len(body)
         assert message.body == body
 
     async def test_every_message_has_an_id_of_its_own(self, bench: Bench) -> None:
@@ -477,6 +479,22 @@ class DeliveryContract(_Suite):
         await reader.stop()
         await (await bench.reader()).quiet()
 
+    async def test_a_tombstone_stays_one_among_the_dead_letters(self, bench: Bench) -> None:
+        publisher = await bench.publisher()
+        answers = await publisher.publish([bench.outgoing(None, key="k"), bench.outgoing(b"", key="k")])
+        if not bench.harness.tombstones:
+            # The one after it has the same key.
+            assert [type(answer) for answer in answers] == [BrokerRefused, type(answers[1])]
+            assert answers[1] is not None
+            return
+        assert answers == [None, None]
+        reader = await bench.reader()
+        for message, body in zip(await reader.take(2), (None, b""), strict=True):
+            assert message.body == body
+            await reader.adapter.send_to_dlq(message, "not wanted")
+        letters = await (await bench.dead_letters()).take(2)
+        assert [(letter.body, letter.key) for letter in letters] == [(None, "k"), (b"", "k")]
+
     async def test_a_dead_letter_that_cannot_be_written_leaves_the_message_with_us(self, bench: Bench) -> None:
         await bench.publish(b"one")
         reader = await bench.reader()
@@ -554,7 +572,7 @@ class DeliveryContract(_Suite):
                 for message in reader.waiting():
                     if reader.adapter.owns(message):
                         await reader.adapter.ack(message)
-                        mine.append(message.body.decode())
+                        mine.append((message.body or b"").decode())
             return all(handled) and len({*handled[0], *handled[1]}) == sent
 
         await eventually(both_have_some)
@@ -581,7 +599,7 @@ class BrokerFaultContract(_Suite):
     async def test_a_consumer_comes_back_by_itself_and_loses_nothing(self, bench: Bench) -> None:
         reader = await bench.reader()
         await bench.publish(b"done", b"open")
-        done, still_open = sorted(await reader.take(2), key=lambda message: message.body)
+        done, still_open = sorted(await reader.take(2), key=lambda message: message.body or b"")
         await reader.adapter.ack(done)
         await bench.harness.kill_broker()
         assert not await reader.adapter.health_check()
@@ -590,7 +608,7 @@ class BrokerFaultContract(_Suite):
         publisher = bench.harness.publisher()
         await publisher.connect()
         assert await publisher.publish([bench.outgoing(b"new")]) == [None]
-        came: set[bytes] = set()
+        came: set[bytes | None] = set()
         while b"new" not in came:
             came.add((await reader.handle(1))[0].body)
         # Either it is still ours, or it is delivered once more.
