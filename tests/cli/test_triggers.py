@@ -160,6 +160,10 @@ def test_executions(desk: Desk) -> None:  # noqa: F811
         *("orders", "orders/0/17", "order.placed", "acme", "failed", "1.5 s", "3", "–", "ValueError: no such order")
     ]
     assert desk.json("trigger", "executions", "--queue", "other") == []
+    assert desk.json("trigger", "executions", "--status", "failed") == [row]
+    assert desk.json("trigger", "executions", "--status", "failed", "--status", "rejected") == [row]
+    assert desk.json("trigger", "executions", "-s", "success") == []
+    assert "'broken' is not one of" in desk.run("trigger", "executions", "-s", "broken", code=ExitCode.USAGE).stderr
 
 
 def test_without_a_ledger_it_says_so(desk: Desk, redis_url: str) -> None:  # noqa: F811

@@ -107,6 +107,10 @@ def test_executions_of_ones_own_tenants(furnished: World) -> None:
     assert tenants(everybody, "?queue_name=others") == []
     assert tenants(everybody, "?message_id=orders/0/18") == []
     assert len(tenants(everybody, "?limit=1")) == 1
+    assert tenants(everybody, "?status=duplicate") == ["acme"]
+    assert tenants(everybody, "?status=duplicate&status=success") == ["acme", "default"]
+    assert tenants(everybody, "?status=failed") == []
+    assert everybody.get(f"{PATH}/executions?status=broken").status_code == 422
     (row,) = furnished.client("vic", Role.VIEWER, ("acme",)).get(f"{PATH}/executions").json()["executions"]
     assert {name: row[name] for name in ("status", "event_name", "duration_ms", "agent_run_id", "trace_id")} == {
         "status": "duplicate",

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConnectio
 from holdfast.brokers.port import Outgoing, RawMessage
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.people import Action
-from holdfast.ledger.trigger_book import Execution, Pause, Presence, TriggerBook
+from holdfast.ledger.trigger_book import Execution, Pause, Presence, Status, TriggerBook
 from holdfast.triggers.config import TriggerConfig
 from holdfast.triggers.dedup import Dedup, MemoryDedup
 from holdfast.triggers.runtime import Runtime
@@ -72,7 +72,13 @@ class MemoryBook(TriggerBook):
             self.rows.setdefault((execution.tenant_id, execution.id), execution)
 
     async def executions(
-        self, tenants: Sequence[str] | None, *, queue_name: str = "", message_id: str = "", limit: int = 100
+        self,
+        tenants: Sequence[str] | None,
+        *,
+        queue_name: str = "",
+        message_id: str = "",
+        statuses: Collection[Status] = (),
+        limit: int = 100,
     ) -> list[Execution]:
         return list(self.rows.values())[:limit]
 

@@ -99,6 +99,18 @@ async def test_executions_are_found(book: TriggerBook) -> None:
     assert await ids(["default"], message_id="m-a", queue_name="orders") == {"a"}
 
 
+async def test_executions_are_found_by_status(book: TriggerBook) -> None:
+    await book.record([execution(str(status), status=status) for status in Status])
+
+    async def ids(*statuses: Status, **filters: Any) -> set[str]:
+        return {one.id for one in await book.executions(None, statuses=statuses, **filters)}
+
+    assert await ids(Status.FAILED) == {"failed"}
+    assert await ids(Status.FAILED, Status.UNPARSABLE) == {"failed", "unparsable"}
+    assert await ids() == set(Status)
+    assert await ids(Status.FAILED, queue_name="bills") == set()
+
+
 async def test_those_who_are_there_are_heard_of(book: TriggerBook, rig: Rig) -> None:
     assert await book.report([presence("t1", "p1", ready=True), presence("t2", "p1")], forget_after_ms=60_000) == set()
     await book.report([presence("t1", "p2"), presence("t1", "p1", ready=False, lag=7)], forget_after_ms=60_000)

@@ -20,6 +20,7 @@ from holdfast.cli.run import Level, LogJson, LogLevel, MetricsHost, MetricsPort
 from holdfast.cli.staying import staying
 from holdfast.cli.who import at_work
 from holdfast.errors import InvalidOption
+from holdfast.ledger.trigger_book import Status
 from holdfast.observe.metrics import exposition
 from holdfast.observe.scrape import serving
 from holdfast.triggers.plan import make_plan
@@ -150,6 +151,7 @@ async def status(at: Connection, as_json: AsJson = False) -> None:
     "executions",
     examples=(
         "holdfast trigger executions --queue orders --limit 20",
+        "holdfast trigger executions --status failed --status unparsable",
         "holdfast trigger executions --message orders/0/17 --json | jq '.[0].agent_run_id'",
     ),
 )
@@ -161,12 +163,18 @@ async def executions(
     message: Annotated[
         str, typer.Option("--message", "-m", metavar="ID", help="Only of the message of this id.", show_default=False)
     ] = "",
+    statuses: Annotated[
+        list[Status] | None,
+        typer.Option("--status", "-s", help="Only with this status; repeatable. Default: all.", show_default=False),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """What became of messages, newest first."""
     async with at_work(at) as (offices, person):
-        found = await offices.triggering.executions(person, queue_name=queue, message_id=message, limit=limit)
+        found = await offices.triggering.executions(
+            person, queue_name=queue, message_id=message, statuses=statuses or (), limit=limit
+        )
     if as_json:
         emit_json([execution_document(each) for each in found])
         return

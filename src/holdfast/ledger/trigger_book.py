@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -75,9 +75,15 @@ class TriggerBook(Protocol):
         ...
 
     async def executions(
-        self, tenants: Sequence[str] | None, *, queue_name: str = "", message_id: str = "", limit: int = 100
+        self,
+        tenants: Sequence[str] | None,
+        *,
+        queue_name: str = "",
+        message_id: str = "",
+        statuses: Collection[Status] = (),
+        limit: int = 100,
     ) -> list[Execution]:
-        """The newest first; `tenants` None is everybody's."""
+        """The newest first; `tenants` None and no `statuses` mean all."""
         ...
 
     async def report(self, presences: Sequence[Presence], *, forget_after_ms: int) -> set[str]:

@@ -6,7 +6,7 @@ its line in the operators' log; every process of the trigger hears of it within 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -16,7 +16,7 @@ from holdfast.core.person import ALL_TENANTS, Person, Right
 from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.errors import Unknown
 from holdfast.ledger.people import Action
-from holdfast.ledger.trigger_book import Execution, Pause, Presence
+from holdfast.ledger.trigger_book import Execution, Pause, Presence, Status
 from holdfast.people.scope import scope
 
 if TYPE_CHECKING:
@@ -60,11 +60,19 @@ class Triggering:
         return await self._views()
 
     async def executions(
-        self, person: Person, *, queue_name: str = "", message_id: str = "", limit: int = 100
+        self,
+        person: Person,
+        *,
+        queue_name: str = "",
+        message_id: str = "",
+        statuses: Collection[Status] = (),
+        limit: int = 100,
     ) -> Sequence[Execution]:
         """What became of messages of one's tenants, the newest first."""
         person.check(Right.READ)
-        return await self._book.executions(scope(person), queue_name=queue_name, message_id=message_id, limit=limit)
+        return await self._book.executions(
+            scope(person), queue_name=queue_name, message_id=message_id, statuses=statuses, limit=limit
+        )
 
     async def pause(self, person: Person, name: str, *, reason: str = "") -> TriggerView:
         """No process of it takes messages until somebody resumes it; what is in hand is finished."""

@@ -13,6 +13,9 @@ class TriggerCounts:
     """Since the trigger was made. One queue."""
 
     queue: str
+    #: Messages that the broker has delivered, and those that it was told are done.
+    received: int = 0
+    acknowledged: int = 0
     #: Messages that are off, by what became of them.
     consumed: dict[Status, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
     #: Messages that somebody had handed over before.

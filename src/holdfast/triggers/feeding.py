@@ -12,6 +12,7 @@ from holdfast.cancelling import was_cancelled
 from holdfast.clock import Clock
 from holdfast.core.backoff import Backoff
 from holdfast.observe.redact import bounded
+from holdfast.triggers.activity import Activity
 from holdfast.triggers.config import TriggerConfig
 from holdfast.triggers.counts import TriggerCounts
 from holdfast.triggers.item import Item
@@ -31,6 +32,7 @@ class Feeder:
         adapter: QueueAdapter,
         lines: Lines[Item],
         counts: TriggerCounts,
+        activity: Activity,
         clock: Clock,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
@@ -38,6 +40,7 @@ class Feeder:
         self._adapter = adapter
         self._lines = lines
         self._counts = counts
+        self._activity = activity
         self._clock = clock
         self._sleep = sleep
         #: Whether messages are waited for now.
@@ -90,5 +93,7 @@ class Feeder:
 
     def _receive(self, raw: RawMessage) -> None:
         self._counts.delays.add_one(max(0.0, self._clock.now_ms() / 1000 - raw.timestamp.timestamp()))
-        self._lines.put(Item(raw))
+        item = Item(raw)
+        self._activity.receive(item)
+        self._lines.put(item)
         self._counts.in_hand = self._lines.size

@@ -56,6 +56,14 @@ _LOOK_CAP_S: Final = 1.0
 _RETRY_CAP_S: Final = 86_400.0
 _REQUEUE_CAP_S: Final = 60.0
 
+#: How the log says what the broker was told.
+_ENDED: Final = {
+    AckPolicy.ACK: "acknowledged",
+    AckPolicy.NACK: "refused, for the broker to drop",
+    AckPolicy.REQUEUE: "refused, to be delivered again",
+    AckPolicy.DLQ: "dead-lettered",
+}
+
 Act = Callable[[Call], Any]
 
 
@@ -126,9 +134,9 @@ class Handler:
 
     def _begin(self, item: Item) -> None:
         item.started_at_ms, item.began_s = self._clock.now_ms(), self._monotonic()
-        if _log.isEnabledFor(logging.DEBUG):
+        if _log.isEnabledFor(item.level):
             item.trace_id = trace_id_of(item.raw)
-            self._say(logging.DEBUG, item, "received", "received, delivery %d", item.raw.deliveries)
+            self._say(item.level, item, "received", "received, delivery %d", item.raw.deliveries)
 
     async def _hand_over(self, item: Item) -> Again | Held | None:
         """None: it has an ending now."""
@@ -165,8 +173,9 @@ class Handler:
         else:
             status = Status.DUPLICATE if run.duplicate else Status.SUCCESS
             item.run, item.ending = run, Ending(AckPolicy.ACK, status)
-            if _log.isEnabledFor(logging.DEBUG):
-                self._say(logging.DEBUG, item, "handed_over", "%s, run %s", status.value, run.run_id or "without an id")
+            if _log.isEnabledFor(item.level):
+                words = "duplicate of run %s" if run.duplicate else "submitted, run %s"
+                self._say(item.level, item, "handed_over", words, run.run_id or "without an id")
         return None
 
     def _open(self, item: Item) -> Call:
@@ -306,6 +315,7 @@ class Handler:
         match ending.how:
             case AckPolicy.ACK:
                 await self._adapter.ack(item.raw)
+                self._counts.acknowledged += 1
             case AckPolicy.NACK:
                 await self._adapter.nack(item.raw, False)
             case AckPolicy.REQUEUE:
@@ -313,9 +323,9 @@ class Handler:
             case AckPolicy.DLQ:
                 await self._adapter.send_to_dlq(item.raw, ending.reason, item.history)
                 self._counts.dead_letters += 1
-        if ending.how is AckPolicy.DLQ or _log.isEnabledFor(logging.DEBUG):
-            level = logging.WARNING if ending.how is AckPolicy.DLQ else logging.DEBUG
-            self._say(level, item, ending.how.value, "told the broker: %s", ending.how.value)
+        level = logging.WARNING if ending.how is AckPolicy.DLQ else item.level
+        if _log.isEnabledFor(level):
+            self._say(level, item, ending.how.value, _ENDED[ending.how])
 
     def _note(self, item: Item, ending: Ending) -> None:
         counts = self._counts

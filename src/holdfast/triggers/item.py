@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final, Literal
 
 import msgspec
@@ -52,6 +53,7 @@ class Item:
         "ending",
         "envelope",
         "history",
+        "level",
         "looks",
         "patience",
         "raw",
@@ -64,6 +66,8 @@ class Item:
 
     def __init__(self, raw: RawMessage) -> None:
         self.raw = raw
+        #: At which its steps are logged.
+        self.level = logging.DEBUG
         #: Once it is parsed.
         self.envelope: MessageEnvelope | None = None
         self.call: Call | None = None

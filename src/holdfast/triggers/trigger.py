@@ -21,6 +21,7 @@ from holdfast.cancelling import was_cancelled
 from holdfast.clock import Clock, SystemClock
 from holdfast.core.codec import PAYLOAD_LIMIT
 from holdfast.errors import InvalidOption, UsageError
+from holdfast.triggers.activity import Activity
 from holdfast.triggers.config import TriggerConfig
 from holdfast.triggers.counts import TriggerCounts
 from holdfast.triggers.dedup import Dedup
@@ -84,7 +85,8 @@ class QueueTrigger:
         self._records: Records | None = None
         self._dedup = dedup
         measured: Clock = clock or SystemClock()
-        self._feeder = Feeder(config, adapter, self._lines, self.counts, measured, sleep)
+        self._activity = Activity(config, self.counts)
+        self._feeder = Feeder(config, adapter, self._lines, self.counts, self._activity, measured, sleep)
         act, at_desk = acting(runtime)
         if config.enable_dedup and not at_desk and dedup is None:
             raise InvalidOption(
@@ -132,7 +134,10 @@ class QueueTrigger:
             self._records = Records(self._book, self.counts)
         create = asyncio.create_task
         self._feeder.feeding = True
-        self._tasks = [create(self._feeder.run(), name="holdfast-trigger-feed")]
+        self._tasks = [
+            create(self._feeder.run(), name="holdfast-trigger-feed"),
+            create(self._activity.run(), name="holdfast-trigger-activity"),
+        ]
         if self.config.metrics.enabled:
             self._tasks.append(create(self._feeder.watch(), name="holdfast-trigger-watch"))
         self.counts.active_workers = self.config.concurrency
@@ -178,6 +183,7 @@ class QueueTrigger:
                 self._feeder.feeding = False
                 await self._adapter.close()
         if started:
+            self._activity.summarize()
             self._tell_what_was_left()
 
     def hurry(self) -> None:
@@ -257,6 +263,7 @@ class QueueTrigger:
     def _go_on(self, item: Item, then: Next) -> None:
         if then == "off":
             self._lines.done(item)
+            self._activity.end()
             self.counts.in_hand = self._lines.size
         elif self._state is not TriggerState.RUNNING:
             self._left.append(item)

@@ -77,6 +77,7 @@ class ExecutionQuery(Request, frozen=True, kw_only=True):
 
     queue_name: Annotated[Exactly, Meta(description="Of this queue of the broker.")] = ""
     message_id: Annotated[Exactly, Meta(description="Of the message with this id.")] = ""
+    status: Annotated[tuple[Status, ...], Meta(description="Of these statuses; repeatable.")] = ()
     limit: Limit = 100
 
 
@@ -110,7 +111,11 @@ async def list_executions(call: Call) -> Reply:
     """What became of messages."""
     query: ExecutionQuery = call.query
     rows = await call.service.offices.triggering.executions(
-        call.person, queue_name=query.queue_name, message_id=query.message_id, limit=query.limit
+        call.person,
+        queue_name=query.queue_name,
+        message_id=query.message_id,
+        statuses=query.status,
+        limit=query.limit,
     )
     return Reply(ExecutionList(executions=[_execution(row) for row in rows]))
 

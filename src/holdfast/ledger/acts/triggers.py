@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -59,9 +59,15 @@ class SqlTriggerBook(Acts, TriggerBook):
     """A store says how an act is run, and writes executions its own way."""
 
     async def executions(
-        self, tenants: Sequence[str] | None, *, queue_name: str = "", message_id: str = "", limit: int = 100
+        self,
+        tenants: Sequence[str] | None,
+        *,
+        queue_name: str = "",
+        message_id: str = "",
+        statuses: Collection[Status] = (),
+        limit: int = 100,
     ) -> list[Execution]:
-        return await self._look(_executions(tenants, queue_name, message_id, limit))
+        return await self._look(_executions(tenants, queue_name, message_id, statuses, limit))
 
     async def report(self, presences: Sequence[Presence], *, forget_after_ms: int) -> set[str]:
         return await self._run(_report(presences, forget_after_ms))
@@ -79,7 +85,9 @@ class SqlTriggerBook(Acts, TriggerBook):
         return await self._run(_pause(name, action) if paused else _resume(name, action))
 
 
-def _executions(tenants: Sequence[str] | None, queue_name: str, message_id: str, limit: int) -> Act[list[Execution]]:
+def _executions(
+    tenants: Sequence[str] | None, queue_name: str, message_id: str, statuses: Collection[Status], limit: int
+) -> Act[list[Execution]]:
     wanted = select(queue_executions)
     if tenants is not None:
         wanted = wanted.where(queue_executions.c.tenant_id.in_([clean(tenant) for tenant in tenants]))
@@ -87,6 +95,8 @@ def _executions(tenants: Sequence[str] | None, queue_name: str, message_id: str,
         wanted = wanted.where(queue_executions.c.queue_name == queue_name)
     if message_id:
         wanted = wanted.where(queue_executions.c.message_id == message_id)
+    if statuses:
+        wanted = wanted.where(queue_executions.c.status.in_([str(status) for status in statuses]))
     newest = (queue_executions.c.started_at.desc(), queue_executions.c.id.desc())
     rows = yield wanted.order_by(*newest).limit(limit)
     return [_execution(row) for row in rows]
