@@ -67,6 +67,17 @@ def build_adapter(
     return adapter
 
 
+def dead_letter_queue(broker_type: str, queue_name: str, dlq_name: str | None = None) -> str:
+    """Where the adapter of a queue writes dead letters."""
+    if dlq_name is not None:
+        return dlq_name
+    if broker_type == "sqs":
+        from holdfast.brokers.sqs_client import dlq_of
+
+        return dlq_of(queue_name)
+    return f"{queue_name}.dlq"
+
+
 def build_publisher(broker_type: str, connection: BaseModel | Mapping[str, Any]) -> Publisher:
     """The publishing end of one broker, not connected yet."""
     model = _validated(broker_type, connection)

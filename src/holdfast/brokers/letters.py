@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Final
 
 from holdfast.brokers.port import RawMessage
 from holdfast.errors import BrokerRefused
+
+DEAD_REASON: Final = "x-dead-reason"
+DEAD_HISTORY: Final = "x-dead-history"
+DEAD_SOURCE: Final = "x-dead-source"
+DEAD_MESSAGE_ID: Final = "x-dead-message-id"
+#: What a dead letter has and its message had not.
+DEAD_HEADERS: Final = frozenset({DEAD_REASON, DEAD_HISTORY, DEAD_SOURCE, DEAD_MESSAGE_ID})
 
 
 def tombstone_refused(broker: str) -> BrokerRefused:
@@ -23,10 +31,10 @@ def dead_headers(
     """
     return {
         **message.headers,
-        "x-dead-reason": reason[:limit],
-        "x-dead-history": _told(history, limit),
-        "x-dead-source": source,
-        "x-dead-message-id": message.message_id,
+        DEAD_REASON: reason[:limit],
+        DEAD_HISTORY: _told(history, limit),
+        DEAD_SOURCE: source,
+        DEAD_MESSAGE_ID: message.message_id,
     }
 
 

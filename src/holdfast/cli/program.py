@@ -30,7 +30,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "approvals": "approvals",
     "effects": "effects",
     "outbox": "outbox",
-    "trigger": "triggers",
+    "trigger": "trigger_replay",
     "token": "tokens",
     "log": "log",
     "migrate": "migrate",

@@ -51,6 +51,7 @@ class Triggering:
 
     def __init__(self, ledger: Ledger, clock: Clock | None = None) -> None:
         self._book = ledger.triggers
+        self._people = ledger.people
         self._clock = clock or SystemClock()
 
     async def list(self, person: Person) -> Sequence[TriggerView]:
@@ -82,6 +83,20 @@ class Triggering:
         """It takes messages again."""
         return await self._set(person, name, paused=False, reason=reason)
 
+    async def record_replay(self, person: Person, name: str, *, reason: str, what: Mapping[str, Any]) -> None:
+        """Write an audit entry of a replay of dead letters. Raises `Forbidden`."""
+        check_replay(person)
+        action = Action(
+            type=f"{OPERATOR_PREFIX}trigger_replay",
+            actor=person.name,
+            tenant_id=ALL_TENANTS,
+            target="trigger",
+            target_id=name,
+            reason=reason,
+            after=dict(what),
+        )
+        await self._people.record([action])
+
     async def _set(self, person: Person, name: str, *, paused: bool, reason: str) -> TriggerView:
         person.check(Right.OPERATE)
         person.check_all_tenants("a trigger")
@@ -112,6 +127,12 @@ class Triggering:
             by_name.setdefault(presence.name, []).append(presence)
         now_ms = self._clock.now_ms()
         return [_merged(name, said, pauses.get(name), now_ms) for name, said in sorted(by_name.items())]
+
+
+def check_replay(person: Person) -> None:
+    """`Forbidden`, unless this principal may replay dead letters of a trigger: they may be of any tenant."""
+    person.check(Right.OPERATE)
+    person.check_all_tenants("a trigger")
 
 
 def _merged(name: str, said: Sequence[Presence], pause: Pause | None, now_ms: int) -> TriggerView:

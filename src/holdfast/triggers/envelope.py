@@ -24,6 +24,9 @@ from holdfast.triggers.parsers import ParseError, Parser
 #: T5's word for a message that has no event name.
 DEFAULT_EVENT: Final = "queue_message"
 
+#: The id of the first message, in a replay of its dead letter.
+REPLAY_OF: Final = "x-replay-of"
+
 _TRACE_HEADER: Final = "x-trace-id"
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 #: Of a name that is shown in an error.
@@ -83,7 +86,8 @@ class MessageEnvelope(msgspec.Struct, frozen=True, kw_only=True):
             headers=headers,
             received_at=raw.timestamp,
             source=source,
-            dedup_key=_key(headers.get(names.dedup_key) or parsed.dedup_key),
+            # A replay of a message without a key has the key that the message had: its id.
+            dedup_key=_key(headers.get(names.dedup_key) or parsed.dedup_key or headers.get(REPLAY_OF, "")),
             event_name=_event(headers.get(names.event_name, "").strip() or parsed.event_name),
             tenant_id=_tenant(headers.get(names.tenant_id, "").strip(), names.tenant_id),
             json=parsed.json,

@@ -1,0 +1,235 @@
+"""Dead letters of a trigger go back to its queue, as the messages that they were.
+
+At least once: a dead letter is acknowledged when the broker has confirmed the message in the source queue. A process
+that is killed in between leaves a repeat, which the trigger knows by `x-replay-of`, the id of the first message: it
+stands in for a dedup key where the message has none. The key was released when the message failed, so the replay
+itself runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, Final
+from uuid import uuid4
+
+from holdfast.brokers.factory import build_adapter, build_publisher, dead_letter_queue
+from holdfast.brokers.letters import DEAD_HEADERS, DEAD_MESSAGE_ID, DEAD_REASON, DEAD_SOURCE
+from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
+from holdfast.dlq.many import DEFAULT_RATE, Progress, Report, Result, silent
+from holdfast.errors import BrokerUnavailable, InvalidOption
+from holdfast.observe.redact import bounded
+from holdfast.triggers.config import TriggerEntry
+from holdfast.triggers.envelope import REPLAY_OF
+from holdfast.triggers.reasons import REASON_LIMIT
+
+#: Which replay wrote a message: dead letters that come back while it runs are left for the next one.
+REPLAY_ID: Final = "x-replay-id"
+#: After so long without a message the queue is asked whether there are more.
+_QUIET_S: Final = 1.0
+#: So long dead letters that the broker counts, but does not deliver, are waited for: a member of a group that was
+#: killed keeps them until its session ends.
+_STALL_S: Final = 60.0
+#: A client that has just connected may not know yet how many wait.
+_COUNT_TRIES: Final = 20
+#: How long the first of a batch waits for others.
+_LINGER_S: Final = 0.05
+#: Published together.
+_TOGETHER: Final = 50
+_BATCHES_PER_S: Final = 20
+_PREFETCH: Final = 1_000
+_ANY_SIZE: Final = 1_000_000_000
+
+#: Where the trigger's own connection is not what a replay needs: all dead letters from the first, straight into the
+#: source queue, as large as they are; a queue that is not there is not made.
+_CONNECTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "kafka": {"start_at": "earliest", "max_message_bytes": _ANY_SIZE},
+    "rabbitmq": {"exchange": "", "declare": False, "max_message_bytes": _ANY_SIZE},
+    "sqs": {"declare": False},
+    "redis": {"max_length": None},
+}
+#: Here every group reads all messages: to acknowledge one that is another trigger's takes it from nobody.
+_EACH_GROUP_READS_ALL: Final = frozenset({"kafka", "memory"})
+
+
+async def replay_dead_letters(
+    entry: TriggerEntry,
+    *,
+    limit: int | None = None,
+    rate_per_s: float = DEFAULT_RATE,
+    dry_run: bool = False,
+    progress: Progress = silent,
+) -> Report:
+    """Publish dead letters to the trigger's queue, the oldest first. Raises `BrokerUnavailable`.
+
+    `dry_run` only counts, without what a command that was killed has in flight. A message that cannot be published
+    ends it; the next call continues there.
+    """
+    if limit is not None and limit < 1:
+        raise InvalidOption(f"the limit must be at least 1, not {limit}")
+    kind = entry.adapter.type
+    connection = entry.adapter.connection.model_copy(update=dict(_CONNECTIONS.get(kind, {})))
+    queue = dead_letter_queue(kind, entry.queue_name, entry.dlq_name)
+    group = f"{entry.consumer_group}.{entry.queue_name}.replay"
+    async with AsyncExitStack() as stack:
+        # No more than are wanted: brokers count deliveries, and some drop what was delivered too often.
+        prefetch = min(limit or _PREFETCH, _PREFETCH)
+        adapter = build_adapter(kind, connection, queue, group, prefetch)
+        stack.push_async_callback(adapter.close)
+        await adapter.connect()
+        matched = await _count(adapter, limit)
+        if dry_run:
+            return Report(matched=matched, dry_run=True)
+        publisher = build_publisher(kind, connection)
+        stack.push_async_callback(publisher.close)
+        await publisher.connect()
+        run = _Replay(entry, adapter, publisher, limit, rate_per_s, progress)
+        return await run.run(matched)
+
+
+async def _count(adapter: QueueAdapter, limit: int | None) -> int:
+    """How many wait; 0 if the broker does not say."""
+    waiting = await adapter.lag()
+    for _ in range(_COUNT_TRIES):
+        if waiting is None:
+            await asyncio.sleep(_QUIET_S / 4)
+            waiting = await adapter.lag()
+    waiting = waiting or 0
+    return waiting if limit is None else min(waiting, limit)
+
+
+class _Replay:
+    """One run. Clients are connected; the caller closes them, and what was not acknowledged stays a dead letter."""
+
+    def __init__(
+        self,
+        entry: TriggerEntry,
+        adapter: QueueAdapter,
+        publisher: Publisher,
+        limit: int | None,
+        rate_per_s: float,
+        progress: Progress,
+    ) -> None:
+        self._id = uuid4().hex
+        self._source = entry.queue_name
+        self._passes_others = entry.adapter.type in _EACH_GROUP_READS_ALL
+        self._adapter = adapter
+        self._publisher = publisher
+        self._left = limit
+        self._rate_per_s = rate_per_s
+        self._progress = progress
+        self._results: list[Result] = []
+        #: Of other queues, or back from this replay: not acknowledged.
+        self._skipped = 0
+        #: Kafka's partitions where a dead letter was skipped: a commit would stop before it.
+        self._closed_partitions: set[int] = set()
+        self._stopped = ""
+
+    async def run(self, matched: int) -> Report:
+        due = time.monotonic()
+        async with aclosing(self._batches()) as batches:
+            async for batch in batches:
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                due = max(due, time.monotonic() - 1.0) + len(batch) / self._rate_per_s
+                await self._publish(batch)
+                if self._stopped or self._left == 0:
+                    break
+        return Report(matched=matched, dry_run=False, results=self._results, stopped=self._stopped)
+
+    async def _batches(self) -> AsyncGenerator[list[RawMessage], None]:
+        size = max(1, min(_TOGETHER, int(self._rate_per_s / _BATCHES_PER_S)))
+        messages = self._adapter.consume()
+        batch: list[RawMessage] = []
+        last_at = time.monotonic()
+        coming = asyncio.ensure_future(anext(messages))
+        try:
+            while True:
+                await asyncio.wait({coming}, timeout=_LINGER_S if batch else _QUIET_S)
+                if coming.done():
+                    message, last_at = coming.result(), time.monotonic()
+                    coming = asyncio.ensure_future(anext(messages))
+                    if await self._is_wanted(message):
+                        batch.append(message)
+                    if len(batch) < (size if self._left is None else min(size, self._left)):
+                        continue
+                elif not batch:
+                    if await self._is_drained(last_at):
+                        return
+                    continue
+                yield batch
+                batch = []
+        finally:
+            coming.cancel()
+            await asyncio.wait({coming})
+
+    async def _is_wanted(self, message: RawMessage) -> bool:
+        partition = message.metadata.get("partition")
+        came_back = message.headers.get(REPLAY_ID) == self._id
+        is_ours = message.headers.get(DEAD_SOURCE, self._source) == self._source
+        if partition in self._closed_partitions or (is_ours and came_back):
+            self._skip(message, partition, came_back)
+        elif is_ours:
+            return True
+        elif self._passes_others:
+            await self._adapter.ack(message)
+        else:
+            self._skip(message, partition, came_back)
+        return False
+
+    def _skip(self, message: RawMessage, partition: int | None, came_back: bool) -> None:
+        """Leave it a dead letter."""
+        self._skipped += 1
+        if partition is not None:
+            self._closed_partitions.add(partition)
+        if came_back:
+            reason = bounded(message.headers.get(DEAD_REASON, ""), REASON_LIMIT)
+            self._note(Result(id=_original_id(message), done=False, code="FAILED_AGAIN", message=reason))
+
+    async def _is_drained(self, last_at: float) -> bool:
+        if self._skipped:
+            return True
+        waiting = await self._adapter.lag()
+        if not waiting:
+            return True
+        if time.monotonic() - last_at > _STALL_S:
+            self._stopped = f"{waiting} dead letters wait, but the broker delivers none"
+            return True
+        return False
+
+    async def _publish(self, batch: Sequence[RawMessage]) -> None:
+        ours = [letter for letter in batch if self._adapter.owns(letter)]
+        answers = await self._publisher.publish([self._restore(letter) for letter in ours])
+        for letter, failure in zip(ours, answers, strict=True):
+            message_id = _original_id(letter)
+            if failure is None:
+                await self._adapter.ack(letter)
+                if self._left is not None:
+                    self._left -= 1
+            else:
+                self._stopped = self._stopped or str(failure)
+            self._note(_result(message_id, failure))
+
+    def _note(self, result: Result) -> None:
+        self._results.append(result)
+        self._progress(result)
+
+    def _restore(self, letter: RawMessage) -> Outgoing:
+        headers = {name: value for name, value in letter.headers.items() if name not in DEAD_HEADERS}
+        headers |= {REPLAY_OF: _original_id(letter), REPLAY_ID: self._id}
+        # Another id than the first message's: SQS would take the replay for a repeat of that, and drop it.
+        message_id = hashlib.sha256(f"replay {letter.message_id}".encode()).hexdigest()[:32]
+        return Outgoing(self._source, letter.body, headers, letter.key, message_id)
+
+
+def _original_id(letter: RawMessage) -> str:
+    """Of the first message, also if this is not its first replay."""
+    return letter.headers.get(REPLAY_OF) or letter.headers.get(DEAD_MESSAGE_ID) or letter.message_id
+
+
+def _result(message_id: str, failure: BrokerUnavailable | None) -> Result:
+    if failure is None:
+        return Result(id=message_id, done=True)
+    return Result(id=message_id, done=False, code=failure.code, message=str(failure))
