@@ -70,6 +70,8 @@ async def replay_dead_letters(
     """
     if limit is not None and limit < 1:
         raise InvalidOption(f"the limit must be at least 1, not {limit}")
+    if not rate_per_s > 0:
+        raise InvalidOption(f"the rate must be more than 0 a second, not {rate_per_s:g}")
     kind = entry.adapter.type
     connection = entry.adapter.connection.model_copy(update=dict(_CONNECTIONS.get(kind, {})))
     queue = dead_letter_queue(kind, entry.queue_name, entry.dlq_name)
