@@ -83,6 +83,7 @@ WANTED = {
     "holdfast trigger executions",
     "holdfast trigger plan",
     "holdfast trigger pause",
+    "holdfast trigger replay",
     "holdfast trigger resume",
     "holdfast token create",
     "holdfast token list",
