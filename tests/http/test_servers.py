@@ -68,6 +68,7 @@ _STREAM: Final = "/api/v1/stream"
 _LATER: Final = {"task": "add", "payload": {"a": 1}, "delay_s": 3600}
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", _SERVERS)
 def test_the_api_behind_other_servers(name: str, tmp_path: Path) -> None:
     with _running(name, tmp_path) as (server, client), ThreadPoolExecutor(1) as thread:
