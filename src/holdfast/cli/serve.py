@@ -17,7 +17,6 @@ from holdfast.cli.run import Level, LogJson, LogLevel
 from holdfast.cli.staying import staying
 from holdfast.cli.who import local_person
 from holdfast.errors import LedgerUnavailable, NoLedger, UsageError
-from holdfast.extras import require
 from holdfast.offices import Offices
 
 _log: Final = logging.getLogger("holdfast.cli")
@@ -75,7 +74,6 @@ async def serve(
     Everybody needs a token (`holdfast token create`), except with --dev, which prints a link for your browser.
     SIGTERM or Ctrl-C finishes what is on its way; a second signal hurries.
     """
-    require("holdfast serve", "fastapi", "uvicorn")
     from holdfast.http import create_api
     from holdfast.http.server import HttpServer, bind
 
