@@ -6,12 +6,12 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
     Any,
     Concatenate,
-    Final,
     Literal,
     ParamSpec,
     Protocol,
@@ -28,7 +28,7 @@ from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.core.verdict import OnExhausted
 from holdfast.door import Door
 from holdfast.engine.port import Engine
-from holdfast.errors import DuplicateTask, InvalidOption, NoLedger, PayloadTooLarge, UnknownTask
+from holdfast.errors import DuplicateTask, InvalidOption, InvalidPayload, NoLedger, PayloadTooLarge, UnknownTask
 from holdfast.guard.gate import Gate
 from holdfast.guard.guards import Guards
 from holdfast.handle import Job
@@ -59,8 +59,6 @@ R = TypeVar("R")
 
 ExceptionTypes = type[BaseException] | tuple[type[BaseException], ...]
 
-_DEFAULT_RETRY: Final = Retry()
-
 
 class Register(Protocol):
     """What `@app.task(…)` with arguments gives: a decorator. A first parameter of type `Context` is not submitted."""
@@ -84,19 +82,21 @@ class Holdfast:
         *,
         ledger: str | None = None,
         settings: Settings | None = None,
-        retry: Retry = _DEFAULT_RETRY,
+        retry: Retry | None = None,
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
         """Settings come from the arguments, `HOLDFAST_*` and `holdfast.toml`, or ready-made as `settings`.
 
-        `retry` is the policy of tasks that name none of their own.
+        `retry` is the policy of tasks that name none of their own; without it the settings have one.
         """
         if settings is not None and (url is not None or ledger is not None or overrides):
             raise InvalidOption("give settings, or url and single settings, not both")
         self.settings = settings or Settings.load(url=url, ledger=ledger, **overrides)
         redact_also(self.settings.redact)
-        self._retry = _checked_retry(retry)
+        self._retry = None if retry is None else _checked_retry(retry)
+        #: Tasks whose policy for retries is the settings'.
+        self._by_settings: set[str] = set()
         self.door = Door()
         self._clock: Clock = clock or SystemClock()
         self._tasks: dict[str, Task[..., Any]] = {}
@@ -155,6 +155,14 @@ class Holdfast:
         """
         await self._links.open()
 
+    def require_ledger(self) -> None:
+        """Raise `LedgerRefused` if the ledger refused user, password or database when this app was opened.
+
+        For programs that should not start then; one that did not answer is none of these.
+        """
+        if (refusal := self._links.ledger_refusal()) is not None:
+            raise refusal
+
     async def close(self) -> None:
         """Give connections of this event loop, and of the blocking door, back. The app can be used again."""
         if self.door.opened:
@@ -177,6 +185,9 @@ class Holdfast:
         redact_also(self.settings.redact)
         self._links = self._make_links()
         self._outbox = None
+        for name in self._by_settings:
+            plan = self._plans[name]
+            plan.policy = replace(plan.policy, retry=self.settings.retry)
 
     # Tasks -----------------------------------------------------------------------------------------
 
@@ -228,8 +239,9 @@ class Holdfast:
         `unavailable_on`: these mean that a dependency is down, and use up no retries. `on_exhausted`: where
         a job goes that failed for good. `process=True` runs it in a child process, which can be killed.
         """
+        chosen = self._retry if retry is None else _checked_retry(retry)
         policy = Policy(
-            retry=self._retry if retry is None else _checked_retry(retry),
+            retry=chosen or self.settings.retry,
             timeout_ms=_timeout_ms(timeout),
             on_exhausted=_on_exhausted(on_exhausted),
             retry_on=_exception_types(retry_on, "retry_on"),
@@ -242,7 +254,10 @@ class Holdfast:
             check_name(name, "a task's name")
 
         def register(function: Callable[..., Any]) -> Task[..., Any]:
-            return self._register(function, name, check_name(queue, "queue"), policy, checked_priority)
+            task = self._register(function, name, check_name(queue, "queue"), policy, checked_priority)
+            if chosen is None:
+                self._by_settings.add(task.name)
+            return task
 
         return register if function is None else register(function)
 
@@ -266,6 +281,11 @@ class Holdfast:
 
     def envelope(self, task: str, payload: bytes, **options: Unpack[SubmitOptions]) -> Envelope:
         """What `submit_raw` hands in, checked; under an id of its own every time."""
+        if not isinstance(payload, bytes):
+            raise InvalidPayload(
+                f"the payload of submit_raw is JSON as bytes, not a {type(payload).__name__}; use "
+                "json.dumps(…).encode(), or the task's own submit(…), which takes arguments"
+            )
         known = self._tasks.get(task)
         if known is None and self._tasks:
             raise UnknownTask(task, tuple(self._tasks))

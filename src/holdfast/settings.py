@@ -5,6 +5,7 @@ Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote, urlsplit
@@ -18,9 +19,11 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from holdfast.core.retry import Retry
 from holdfast.core.states import ALL_EVENTS
 from holdfast.core.webhook import SUBSCRIBERS, Exceptions, check_target, parse_secrets
 from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.environment import warn_about_unknown
 from holdfast.errors import InvalidOption
 from holdfast.observe.redact import compiled
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 _SCHEMES = ("sqlite", "redis", "rediss", *(f"redis{s}+{kind}" for kind in ("sentinel", "cluster") for s in ("", "s")))
 _LEDGER_SCHEMES = ("postgresql", "postgres", "sqlite")
 _DAY_S = 86_400
+_LONGEST_S = 366 * _DAY_S
 
 
 class Subscription(BaseModel):
@@ -119,6 +123,15 @@ class Settings(BaseSettings):
     #: How long a guard may take to answer; then nothing passes.
     guard_timeout_s: float = Field(10, gt=0)
 
+    #: Retries of tasks that name no policy of their own, and how long each waits: base · multiplier^(n−1) up to the
+    #: cap, and up to the jitter more.
+    max_retries: int = Field(3, ge=0)
+    retry_base_s: float = Field(1, ge=0, le=_LONGEST_S)
+    retry_multiplier: float = Field(2, ge=1, allow_inf_nan=False)
+    #: Unset: 30, or `retry_base_s` if that is longer.
+    retry_cap_s: float | None = Field(None, ge=0, le=_LONGEST_S)
+    retry_jitter_s: float = Field(0.3, ge=0, le=_LONGEST_S)
+
     concurrency: int = Field(100, ge=1)
     drain_grace_s: float = Field(30, ge=0)
 
@@ -191,6 +204,7 @@ class Settings(BaseSettings):
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
         """Settings from everywhere; a mistake is an `InvalidOption` that names it."""
+        warn_about_unknown(os.environ, cls.model_fields)
         given = {name: value for name, value in overrides.items() if value is not None}
         try:
             return cls(**given)
@@ -340,6 +354,17 @@ class Settings(BaseSettings):
     def _finished_ttl_s(self) -> float:
         chosen = "finished_ttl_s" in self.model_fields_set and "retention_days" not in self.model_fields_set
         return self.finished_ttl_s if not self.embedded or chosen else self.retention_days * _DAY_S
+
+    @property
+    def retry(self) -> Retry:
+        """The policy of tasks that name none."""
+        return Retry(
+            self.max_retries,
+            base=self.retry_base_s,
+            multiplier=self.retry_multiplier,
+            cap=self.retry_cap_s,
+            jitter=self.retry_jitter_s,
+        )
 
     def engine_options(self) -> EngineOptions:
         """The part that an engine needs."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from holdfast import Holdfast, Retry
 from holdfast.engine.port import EngineOptions, RetryVia
 from holdfast.errors import InvalidOption
 from holdfast.settings import Settings
@@ -169,3 +170,36 @@ def test_an_embedded_ledger_keeps_finished_jobs_for_the_retention() -> None:
     assert Settings.load(retention_days=7, finished_ttl_s=5).engine_options().finished_ttl_ms == 7 * day_ms
     assert Settings.load(finished_ttl_s=5).engine_options().finished_ttl_ms == 5_000
     assert Settings.load(ledger="postgresql://h/db").engine_options().finished_ttl_ms == 3_600_000
+
+
+def test_retries_are_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert Settings.load().retry == Retry()
+    (tmp_path / "holdfast.toml").write_text("max_retries = 9\nretry_base_s = 5\nretry_multiplier = 3\n")
+    monkeypatch.setenv("HOLDFAST_MAX_RETRIES", "7")
+    monkeypatch.setenv("HOLDFAST_RETRY_CAP_S", "600")
+    monkeypatch.setenv("HOLDFAST_RETRY_JITTER_S", "0")
+    expected = Retry(7, base=5, multiplier=3, cap=600, jitter=None)
+    assert Settings.load().retry == expected
+    app = Holdfast("sqlite://")
+
+    @app.task
+    def plain() -> None: ...
+
+    @app.task(retry=Retry(1))
+    def own() -> None: ...
+
+    assert (app.plans["plain"].policy.retry, app.plans["own"].policy.retry) == (expected, Retry(1))
+    app.configure(max_retries=0)
+    assert app.plans["plain"].policy.retry.max_retries == 0
+    assert app.plans["own"].policy.retry == Retry(1)
+    assert Holdfast("sqlite://", retry=Retry(2)).task(plain.function).plan.policy.retry == Retry(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MAX_RETRIES", "-1"), ("RETRY_BASE_S", "inf"), ("RETRY_MULTIPLIER", "0.5"), ("RETRY_CAP_S", "soon")],
+)
+def test_retries_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    with pytest.raises(InvalidOption, match=f"HOLDFAST_{name}"):
+        Settings.load()

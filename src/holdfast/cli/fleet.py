@@ -61,8 +61,8 @@ class WorkerCall:
 
 async def supervise(app: Holdfast, call: WorkerCall, processes: int) -> None:
     """Run them until told to stop. An app or engine that is not there is told here, once."""
-    await app.open()
-    await app.close()
+    async with app:
+        app.require_ledger()
     supervisor = Supervisor(call.words, processes, app.settings.drain_grace_s)
     with on_signals(supervisor.stop):
         _log.info("supervisor started: %d worker processes on %s", processes, redact(app.settings.url))
