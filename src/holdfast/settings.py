@@ -6,6 +6,7 @@ Sources, strongest first: arguments, `HOLDFAST_*` variables, `holdfast.toml` in 
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote, urlsplit
@@ -394,6 +395,9 @@ def _named(error: ErrorDetails) -> str:
         # Of several settings, which it names itself.
         return said
     name = str(error["loc"][0])
+    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
+        nearest = get_close_matches(name.lower(), Settings.model_fields, 1)
+        return f"{name}: unknown setting" + (f"; did you mean {nearest[0]}?" if nearest else "")
     place = ".".join(map(str, error["loc"]))
     return f"{place} (HOLDFAST_{name.upper()}): {said}" if name in Settings.model_fields else f"{place}: {said}"
 

@@ -151,3 +151,4 @@ async def test_inline_and_in_a_child_process(app: Holdfast, url: str) -> None:
     async with process_tasks.app, working(process_tasks.app):
         message = await failed(process_tasks.app, await process_tasks.forget_approval.submit())
     assert "ctx.approval('ship it?')" in message
+    assert "write `await`" in message

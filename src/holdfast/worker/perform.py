@@ -13,7 +13,7 @@ from holdfast.core.verdict import Outcome, Returned
 from holdfast.errors import InvalidPayload
 from holdfast.worker.classify import bad_result, ended, misfit, not_awaited
 from holdfast.worker.context import Context
-from holdfast.worker.plan import Mode, Plan
+from holdfast.worker.plan import Plan
 
 
 async def perform(plan: Plan, claim: Claim, context: Context | None) -> Outcome:
@@ -53,7 +53,7 @@ def _returned(plan: Plan, value: Any, left: list[str]) -> Outcome:
     if left:
         if inspect.iscoroutine(value):
             value.close()
-        return not_awaited(left, plan.mode is Mode.LOOP)
+        return not_awaited(left, inspect.iscoroutinefunction(plan.function))
     try:
         if inspect.iscoroutine(value):
             value.close()
