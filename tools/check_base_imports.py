@@ -58,6 +58,7 @@ OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
     "holdfast.testing.machine": (TESTS,),
     "holdfast.testing.people_rules": (TESTS,),
     "holdfast.webhooks.sending": ("http",),
+    "holdfast_pytest": (TESTS,),
 }
 
 Graph = Mapping[str, frozenset[str]]

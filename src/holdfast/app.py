@@ -6,12 +6,12 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
     Any,
     Concatenate,
-    Final,
     Literal,
     ParamSpec,
     Protocol,
@@ -28,7 +28,7 @@ from holdfast.core.job import DEFAULT_QUEUE, Envelope, Priority, Receipt, new_jo
 from holdfast.core.retry import Duration, Retry, duration_ms
 from holdfast.core.verdict import OnExhausted
 from holdfast.engine.port import Engine
-from holdfast.errors import DuplicateTask, InvalidOption, NoLedger, PayloadTooLarge, UnknownTask
+from holdfast.errors import DuplicateTask, InvalidOption, InvalidPayload, NoLedger, PayloadTooLarge, UnknownTask
 from holdfast.guard.gate import Gate
 from holdfast.guard.guards import Guards
 from holdfast.handle import Job
@@ -59,8 +59,6 @@ R = TypeVar("R")
 
 ExceptionTypes = type[BaseException] | tuple[type[BaseException], ...]
 
-_DEFAULT_RETRY: Final = Retry()
-
 
 class Register(Protocol):
     """What `@app.task(…)` with arguments gives: a decorator. A first parameter of type `Context` is not submitted."""
@@ -84,14 +82,14 @@ class Holdfast(Configurable):
         *,
         ledger: str | None = None,
         settings: Settings | None = None,
-        retry: Retry = _DEFAULT_RETRY,
+        retry: Retry | None = None,
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
         """Settings come from the arguments, `HOLDFAST_*` and `holdfast.toml`, or ready-made as `settings`.
 
-        `retry` is the policy of tasks that name none of their own. Raises `MissingExtra` for a store whose driver is
-        not installed, and for tracing without its packages.
+        `retry` is the policy of tasks that name none of their own; without it the settings have one. Raises
+        `MissingExtra` for a store whose driver is not installed, and for tracing without its packages.
         """
         if settings is not None and (url is not None or ledger is not None or overrides):
             raise InvalidOption("give settings, or url and single settings, not both")
@@ -101,7 +99,9 @@ class Holdfast(Configurable):
             settings = Settings.exactly(given)
         else:
             given = settings.model_dump(exclude_unset=True)
-        self._retry = _checked_retry(retry)
+        self._retry = None if retry is None else _checked_retry(retry)
+        #: Tasks whose policy for retries is the settings'.
+        self._by_settings: set[str] = set()
         self._tasks: dict[str, Task[..., Any]] = {}
         self._plans: dict[str, Plan] = {}
         #: Sees every job before it may run: `@app.guard`, `app.guard.rule(…)`.
@@ -155,6 +155,14 @@ class Holdfast(Configurable):
         A ledger that does not answer is only warned of; one with tables of another release is a `SchemaMismatch`.
         """
         await self._links.open()
+
+    def require_ledger(self) -> None:
+        """Raise `LedgerRefused` if the ledger refused user, password or database when this app was opened.
+
+        For programs that should not start then; one that did not answer is none of these.
+        """
+        if (refusal := self._links.ledger_refusal()) is not None:
+            raise refusal
 
     async def close(self) -> None:
         """Give connections of this event loop, and of the blocking door, back. The app can be used again."""
@@ -219,8 +227,9 @@ class Holdfast(Configurable):
         `unavailable_on`: these mean that a dependency is down, and use up no retries. `on_exhausted`: where
         a job goes that failed for good. `process=True` runs it in a child process, which can be killed.
         """
+        chosen = self._retry if retry is None else _checked_retry(retry)
         policy = Policy(
-            retry=self._retry if retry is None else _checked_retry(retry),
+            retry=chosen or self.settings.retry,
             timeout_ms=_timeout_ms(timeout),
             on_exhausted=_on_exhausted(on_exhausted),
             retry_on=_exception_types(retry_on, "retry_on"),
@@ -233,7 +242,10 @@ class Holdfast(Configurable):
             check_name(name, "a task's name")
 
         def register(function: Callable[..., Any]) -> Task[..., Any]:
-            return self._register(function, name, check_name(queue, "queue"), policy, checked_priority)
+            task = self._register(function, name, check_name(queue, "queue"), policy, checked_priority)
+            if chosen is None:
+                self._by_settings.add(task.name)
+            return task
 
         return register if function is None else register(function)
 
@@ -257,6 +269,11 @@ class Holdfast(Configurable):
 
     def envelope(self, task: str, payload: bytes, **options: Unpack[SubmitOptions]) -> Envelope:
         """What `submit_raw` hands in, checked; under an id of its own every time."""
+        if not isinstance(payload, bytes):
+            raise InvalidPayload(
+                f"the payload of submit_raw is JSON as bytes, not a {type(payload).__name__}; use "
+                "json.dumps(…).encode(), or the task's own submit(…), which takes arguments"
+            )
         known = self._tasks.get(task)
         if known is None and self._tasks:
             raise UnknownTask(task, tuple(self._tasks))
@@ -324,6 +341,9 @@ class Holdfast(Configurable):
         redact_also(self.settings.redact)
         for plan in self._plans.values():
             plan.payload_limit = self.settings.payload_limit
+        for name in self._by_settings:
+            plan = self._plans[name]
+            plan.policy = replace(plan.policy, retry=self.settings.retry)
 
     def _make_links(self, settings: Settings) -> Links:
         return Links(

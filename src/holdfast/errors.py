@@ -223,6 +223,7 @@ class Unknown(HoldfastError):
         super().__init__(f"there is no {what} {name!r} here" + (f"; {advice}" if advice else ""))
         self.what = what
         self.name = name
+        self.advice = advice
 
 
 class Conflict(HoldfastError):
@@ -426,6 +427,16 @@ class LedgerUnavailable(Unavailable):
     """The ledger does not answer. Submission and work go on; effects, steps and queries wait for it."""
 
     code = "LEDGER_UNAVAILABLE"
+
+
+class LedgerRefused(LedgerUnavailable):
+    """The ledger's server answers and says no: wrong user or password, no such database. Settings have to change.
+
+    Programs that run already wait it out like an outage, since credentials may be rotating; commands that start with it
+    end.
+    """
+
+    code = "LEDGER_REFUSED"
 
 
 class BrokerUnavailable(Unavailable):

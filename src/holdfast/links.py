@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from holdfast.core.backoff import Backoff
 from holdfast.core.job import Envelope
 from holdfast.engine.port import Engine
-from holdfast.errors import EngineUnavailable, LedgerUnavailable
+from holdfast.errors import EngineUnavailable, LedgerRefused, LedgerUnavailable
 from holdfast.forking import is_inside_parents_loop, leave_to_parent, on_fork, running_loop
 from holdfast.guard.gate import Gate
 from holdfast.submitter import Desk, Submitter
@@ -59,6 +59,8 @@ class Link:
         self._build_outbox = build_outbox
         self._outbox: OutboxDoor | None = None
         self._opening = asyncio.Lock()
+        #: What the ledger said when it was opened, if it said no.
+        self.refusal: LedgerRefused | None = None
         #: Opens the ledger; submission does not wait for it for long.
         self._looking: asyncio.Task[None] | None = None
 
@@ -124,6 +126,9 @@ class Link:
         error = None if late else first.result()
         if late:
             _ledger_log.warning("going on without the ledger, which has not answered for %g s", patience_s)
+        elif isinstance(error, LedgerRefused):
+            self.refusal = error
+            _ledger_log.error("ledger refuses the connection, the feed is retained: %s", error)
         elif isinstance(error, LedgerUnavailable):
             _ledger_log.warning("going on without the ledger, the feed waits for it: %s", error)
         elif error is not None:
@@ -234,6 +239,10 @@ class Links:
     def ledger(self) -> Ledger | None:
         """The ledger of the running loop, open or not."""
         return self._link(running_loop()).ledger
+
+    def ledger_refusal(self) -> LedgerRefused | None:
+        """Why the ledger of the running loop let nobody in when it was opened; None: it did, or did not answer."""
+        return self._link(running_loop()).refusal
 
     def outbox(self) -> OutboxDoor | None:
         """The outbox of the running loop, open or not."""

@@ -7,7 +7,9 @@ does not reach what the machine is configured for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from urllib.parse import unquote, urlsplit
@@ -22,9 +24,11 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from holdfast.core.retry import Retry
 from holdfast.core.states import ALL_EVENTS
 from holdfast.core.webhook import SUBSCRIBERS, Exceptions, check_target, parse_secrets
 from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.environment import warn_about_unknown
 from holdfast.errors import InvalidOption
 from holdfast.observe.redact import compiled
 
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 _SCHEMES = ("sqlite", "redis", "rediss", *(f"redis{s}+{kind}" for kind in ("sentinel", "cluster") for s in ("", "s")))
 _LEDGER_SCHEMES = ("postgresql", "postgres", "sqlite")
 _DAY_S = 86_400
+_LONGEST_S = 366 * _DAY_S
 
 #: Paths of a `sqlite:` URL that mean a temporary database.
 TEMPORARY: Final = ("", "/", "/:memory:")
@@ -128,6 +133,15 @@ class Settings(BaseSettings):
     #: How long a guard may take to answer; then nothing passes.
     guard_timeout_s: float = Field(10, gt=0)
 
+    #: Retries of tasks that name no policy of their own, and how long each waits: base · multiplier^(n−1) up to the
+    #: cap, and up to the jitter more.
+    max_retries: int = Field(3, ge=0)
+    retry_base_s: float = Field(1, ge=0, le=_LONGEST_S)
+    retry_multiplier: float = Field(2, ge=1, allow_inf_nan=False)
+    #: Unset: 30, or `retry_base_s` if that is longer.
+    retry_cap_s: float | None = Field(None, ge=0, le=_LONGEST_S)
+    retry_jitter_s: float = Field(0.3, ge=0, le=_LONGEST_S)
+
     concurrency: int = Field(100, ge=1)
     drain_grace_s: float = Field(30, ge=0)
 
@@ -205,6 +219,7 @@ class Settings(BaseSettings):
     @classmethod
     def exactly(cls, given: Mapping[str, Any]) -> Settings:
         """The same, except that None unsets."""
+        warn_about_unknown(os.environ, cls.model_fields)
         try:
             return cls(**given)
         except ValidationError as exc:
@@ -375,6 +390,17 @@ class Settings(BaseSettings):
         chosen = "finished_ttl_s" in self.model_fields_set and "retention_days" not in self.model_fields_set
         return self.finished_ttl_s if not self.embedded or chosen else self.retention_days * _DAY_S
 
+    @property
+    def retry(self) -> Retry:
+        """The policy of tasks that name none."""
+        return Retry(
+            self.max_retries,
+            base=self.retry_base_s,
+            multiplier=self.retry_multiplier,
+            cap=self.retry_cap_s,
+            jitter=self.retry_jitter_s,
+        )
+
     def engine_options(self) -> EngineOptions:
         """The part that an engine needs."""
         return EngineOptions(
@@ -413,6 +439,9 @@ def _named(error: ErrorDetails) -> str:
         # Of several settings, which it names itself.
         return said
     name = str(error["loc"][0])
+    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
+        nearest = get_close_matches(name.lower(), Settings.model_fields, 1)
+        return f"{name}: unknown setting" + (f"; did you mean {nearest[0]}?" if nearest else "")
     place = ".".join(map(str, error["loc"]))
     return f"{place} (HOLDFAST_{name.upper()}): {said}" if name in Settings.model_fields else f"{place}: {said}"
 

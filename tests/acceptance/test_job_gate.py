@@ -20,7 +20,7 @@ from holdfast.core.person import Role
 from tests.http.world import serving
 
 SUCCEEDED = [(None, "queued"), ("queued", "running"), ("running", "succeeded")]
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(params=["embedded", "redis+postgres"])

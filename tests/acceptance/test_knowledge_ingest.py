@@ -21,7 +21,7 @@ from tests.servers import find_server
 from tools.servers import CHROMA, KAFKA, MINILM, MINILM_TOKENS
 
 #: Processes start in each, which takes a while on a busy machine.
-pytestmark = [pytest.mark.redis, pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.redis, pytest.mark.postgres, pytest.mark.slow]
 
 FERRY = "The ferry to the island leaves the northern pier at seven each morning, and only when the wind is weak."
 BREAD = "Sourdough needs a long, cool rest overnight before it goes into a very hot oven."

@@ -23,7 +23,7 @@ from tests.worker.support import eventually, working
 
 QUEUE = "default"
 #: Longer than any of these jobs should take, shorter than the test's own limit.
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from tests.worker.support import eventually, working
 
 pytestmark = pytest.mark.brokers
 
-PATIENCE_S: Final = 20
+PATIENCE_S: Final = 60
 
 
 @pytest.fixture(params=["embedded", "redis and postgres"])

@@ -120,7 +120,7 @@ async def test_all_is_well_on_redis_and_postgres_beside_a_busy_deployment(
         submitted = 0
         while not checking.done():
             job = await count.submit(submitted)
-            assert await job.result(timeout=20) == submitted
+            assert await job.result(timeout=60) == submitted
             submitted += 1
             await asyncio.sleep(0.05)
         report = await checking

@@ -17,7 +17,7 @@ import redis
 from tests.acceptance.workflow_world import Stores, World, deployed, until
 
 #: Processes start in the first one, which takes a while on a busy machine.
-pytestmark = [pytest.mark.redis, pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.redis, pytest.mark.postgres, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from confluent_kafka import Producer
 
 from tests.brokers.kafka_server import MakeKafka
-
-pytestmark = pytest.mark.timeout(120)
 
 #: In a process of its own: the library's fault was to end it.
 _ASK = """

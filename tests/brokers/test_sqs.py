@@ -411,7 +411,7 @@ async def test_wrong_credentials_are_told_and_never_shown(tmp_path: Path, caplog
 KEYS = st.text(max_size=150)
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=300, derandomize=True, deadline=None)
 @given(
     body=st.binary(max_size=200) | st.text(max_size=50).map(lambda text: text.encode(errors="surrogatepass")),
     headers=st.dictionaries(st.text(min_size=1, max_size=30), st.text(max_size=60), max_size=14),

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.chaos.guardian import Guardian, clear_stale, processes_of
 
-pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from tests.processes import children
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in Linux's /proc")
 def test_a_demo_that_is_ended_early_takes_its_workers_along(tmp_path: Path, number: signal.Signals) -> None:

@@ -49,7 +49,7 @@ class Doubtful:
     async def go_on(self, job_id: str) -> object:
         async with self.app:
             await drain(self.app)
-            return await self.app.job(job_id).result(5)
+            return await self.app.job(job_id).result(60)
 
 
 def test_what_is_in_doubt_is_listed_and_shown(shell: Shell) -> None:

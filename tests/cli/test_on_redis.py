@@ -14,7 +14,7 @@ from holdfast.cli.program import program
 from tests.cli.harness import Shell
 from tests.conftest import MakeServer
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.redis]
 
 PASSWORD = "hunter2"
 

@@ -57,7 +57,7 @@ class Shop:
     async def go_on(self, job_id: str) -> object:
         async with self.app:
             await drain(self.app)
-            return await self.app.job(job_id).result(5)
+            return await self.app.job(job_id).result(60)
 
 
 # Suspended jobs ------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from holdfast import State
 from holdfast.core.states import FINAL
 from tests.cli.harness import PATIENCE_S, Process, Shell, eventually
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def log_lines(process: Process) -> list[dict[str, Any]]:
     return [json.loads(line) for line in process.log.read_text().splitlines()]

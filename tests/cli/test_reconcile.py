@@ -16,8 +16,6 @@ from holdfast.cli.program import program
 from tests.conftest import MakeServer
 from tests.worker.support import eventually, working
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def run(*arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(program(arguments[0]), list(arguments), env=environment)

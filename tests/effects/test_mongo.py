@@ -173,7 +173,7 @@ async def test_an_outage_is_waited_out_without_using_up_retries(
 
         await eventually(waited, "both jobs to back off twice")
         server.start()
-        assert [await job.result(30) for job in jobs] == [1, 2]
+        assert [await job.result(60) for job in jobs] == [1, 2]
         views = await app.engine.get("default", [job.id for job in jobs])
     assert [(view.state, view.meta.retry_count) for view in views if view] == [(State.SUCCEEDED, 0)] * 2
 

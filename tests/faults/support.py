@@ -28,7 +28,7 @@ from holdfast.testing.history import History, check_history
 from tests import forked
 from tests.faults import sample
 
-PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 60.0
 QUEUE: Final = "default"
 SOURCE: Final = Path(holdfast.__file__).resolve().parent.parent
 SAMPLE: Final = Path(sample.__file__).resolve()

@@ -139,9 +139,9 @@ async def test_what_only_a_worker_can_judge_is_a_dead_letter_at_once(site: Site,
         bad = await producer.submit_raw(task, payload)
         good = await site.tasks.work.submit(1)
         with pytest.raises(JobFailed) as failed:
-            await bad.result(20)
+            await bad.result(60)
         assert failed.value.error_code == code
-        assert await good.result(20) == 1
+        assert await good.result(60) == 1
         history = await site.all_is_well([bad.id], State.FAILED)
         moves = ["task.created", "task.claimed", "task.dlq_pending", "task.dlq", "task.failed"]
         assert list(history.stories[bad.id].moves) == moves
@@ -157,10 +157,10 @@ async def test_a_limit_can_be_set(engine_url: str, make_site: MakeSite) -> None:
         await site.tasks.hold.submit("x" * 100)
     assert (refused.value.limit, refused.value.size > 100) == (100, True)
     async with working(site.app):
-        assert await (await site.tasks.big.submit(98)).result(20) == "x" * 98
+        assert await (await site.tasks.big.submit(98)).result(60) == "x" * 98
         job = await site.tasks.big.submit(99)
         with pytest.raises(JobFailed) as failed:
-            await job.result(20)
+            await job.result(60)
         assert failed.value.error_code == "PAYLOAD_TOO_LARGE"
 
 
@@ -181,7 +181,7 @@ async def test_strange_but_legal_text_travels_unchanged(site: Site) -> None:
     async with working(site.app):
         job = await echo.options(**options).submit(text)
         again = await echo.options(**options).submit(text)
-        assert await job.result(20) == text
+        assert await job.result(60) == text
         assert (again.id, again.duplicate) == (job.id, True)
         view = await job.view()
         assert (view.trace_id, view.idempotency_key) == (STRANGE, STRANGE)
@@ -203,6 +203,6 @@ async def test_a_task_that_raises_what_it_should_not_ends_as_a_failure(
     async with working(site.app):
         job = await rude.submit()
         with pytest.raises(JobFailed):
-            await job.result(20)
+            await job.result(60)
         await site.all_is_well([job.id], State.FAILED)
-        assert await (await site.tasks.work.submit(2)).result(20) == 2
+        assert await (await site.tasks.work.submit(2)).result(60) == 2

@@ -126,7 +126,7 @@ async def test_killed_between_act_and_record_run_again_acts_again(scene: Scene) 
     await scene.worker()
     await scene.worker()
     job = await scene.submit("crash_again")
-    assert await job.result(30) == "did again"
+    assert await job.result(60) == "did again"
     assert scene.acts() == ["again", "again"]
 
 
@@ -138,7 +138,7 @@ async def test_duplicates_on_two_worker_processes_are_one_act(scene: Scene) -> N
     jobs = [await scene.submit("wait", payload) for _ in range(6)]
     await scene.acted(1)
     gate.touch()
-    assert [await job.result(30) for job in jobs] == ["did same"] * 6
+    assert [await job.result(60) for job in jobs] == ["did same"] * 6
     assert scene.acts() == ["same"]
 
 
@@ -148,7 +148,7 @@ async def test_two_tenants_do_not_share_a_key(scene: Scene) -> None:
     gate.touch()
     payload = f'{{"key": "same", "gate": "{gate}"}}'.encode()
     jobs = [await scene.submit("wait", payload, tenant_id=tenant) for tenant in ("a", "b")]
-    assert [await job.result(30) for job in jobs] == ["did same"] * 2
+    assert [await job.result(60) for job in jobs] == ["did same"] * 2
     assert scene.acts() == ["same", "same"]
 
 
@@ -166,7 +166,7 @@ async def test_a_worker_stopped_past_its_lease_resolves_the_doubt_when_it_comes_
     first.resume()
     await scene.key_is("late", KeyState.DONE)
     await scene.app.engine.move(job.queue, job.id, State.QUEUED, actor="me", reason="it has resolved itself")
-    assert await job.result(30) == "did late"
+    assert await job.result(60) == "did late"
     assert scene.acts() == ["late"]
 
 
@@ -174,7 +174,7 @@ async def test_killed_between_two_steps_the_first_is_not_taken_again(scene: Scen
     await scene.worker()
     await scene.worker()
     job = await scene.submit("steps")
-    assert await job.result(30) == "did first, did second"
+    assert await job.result(60) == "did first, did second"
     assert scene.acts() == ["first", "second"]
 
 
@@ -195,13 +195,13 @@ async def test_the_ledger_is_killed_before_the_reservation(fragile: tuple[Scene,
     gate = scene.folder / "gate"
     gate.touch()
     payload = f'{{"key": "k", "gate": "{gate}"}}'.encode()
-    assert await (await scene.submit("wait", payload.replace(b'"k"', b'"before"'))).result(30) == "did before"
+    assert await (await scene.submit("wait", payload.replace(b'"k"', b'"before"'))).result(60) == "did before"
     server.kill()
     job = await scene.submit("wait", payload)
     await backed_off(scene, job)
     assert scene.acts() == ["before"]
     server.start()
-    assert await job.result(30) == "did k"
+    assert await job.result(60) == "did k"
     (view,) = await scene.app.engine.get(job.queue, [job.id])
     assert view is not None
     assert (view.meta.retry_count, scene.acts()) == (0, ["before", "k"])
@@ -220,7 +220,7 @@ async def test_the_ledger_is_killed_between_act_and_record_and_comes_back(
     server.kill()
     gate.touch()
     server.start()
-    assert await job.result(30) == "did k"
+    assert await job.result(60) == "did k"
     (view,) = await scene.app.engine.get(job.queue, [job.id])
     assert view is not None
     assert (view.attempt, scene.acts()) == (1, ["k"])

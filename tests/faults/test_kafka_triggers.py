@@ -22,7 +22,7 @@ from tests.faults.brokering import Processes, Topic, accepted, by_key, write_tri
 from tests.faults.support import eventually
 from tests.triggers.rig import Recorder
 
-pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.slow]
 
 KEYS = 1_000
 EACH = 100

@@ -92,7 +92,7 @@ async def link(redis_url: str, make_site: MakeSite) -> AsyncIterator[Link]:
     port = int(redis_url.rsplit(":", 1)[1].partition("/")[0])
     # Every script is known to the server, so that the armed call is the one that does the work.
     async with working(site.app):
-        await (await site.tasks.flaky.submit()).result(10)
+        await (await site.tasks.flaky.submit()).result(60)
     site.runs_log.unlink()
     async with FaultProxy(port) as proxy:
         link = Link(site, proxy)
@@ -250,7 +250,7 @@ async def test_killed_with_its_settle_in_flight(link: Link) -> None:
     await link.site.is_running(job.id)
     link.proxy.delay_s = 600
     gate.touch()
-    assert await job.result(10) == "attempt 1"
+    assert await job.result(60) == "attempt 1"
     worker.kill()
     link.proxy.delay_s = 0
     async with working(link.site.app):
@@ -264,7 +264,7 @@ async def test_a_caller_waits_for_a_result_through_a_broken_line(link: Link) -> 
     job = await link.tasks.hold.submit(str(gate))
     async with working(link.site.app):
         await link.site.is_running(job.id)
-        waiting = asyncio.create_task(job.result(20))
+        waiting = asyncio.create_task(job.result(60))
         await eventually(lambda: link.proxy.connections >= 3, "the caller to listen")
         await link.proxy.cut()
         gate.touch()

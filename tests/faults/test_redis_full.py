@@ -53,7 +53,7 @@ async def full(make_redis: MakeServer, make_site: MakeSite) -> AsyncIterator[Ful
     async with Redis.from_url(server.url) as redis:
         # A server that has been at work before: groups are there.
         async with working(site.app):
-            await (await site.tasks.work.submit(0)).result(10)
+            await (await site.tasks.work.submit(0)).result(60)
         site.runs_log.unlink()
         yield Full(site, redis)
 
@@ -163,7 +163,7 @@ async def test_a_caller_can_wait_for_a_result(full: Full) -> None:
     async with working(site.app):
         job = await site.tasks.hold.submit(str(gate))
         await full.fill()
-        waiting = asyncio.create_task(job.result(10))
+        waiting = asyncio.create_task(job.result(60))
         await site.is_running(job.id)
         gate.touch()
         assert await waiting == "attempt 1"

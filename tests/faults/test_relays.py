@@ -18,7 +18,7 @@ from tests.brokers.rabbitmq_server import PASSWORD, USER, RabbitServer
 from tests.faults.brokering import DIES_BEFORE_MARKING, Processes, Topic, fill_outbox, statuses
 from tests.faults.support import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.postgres, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.postgres]
 
 SECRET = "not-the-password-7"
 BATCH = 500

@@ -22,7 +22,7 @@ from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
 from tests.worker.support import working
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.faults]
 
 
 def path_of(site: Site) -> Path:
@@ -263,7 +263,7 @@ async def test_a_file_that_is_moved_away_under_a_worker(sqlite_site: Site) -> No
     aside = path.with_name("aside.db")
     async with working(site.app):
         job = await site.tasks.work.submit(1)
-        await job.result(10)
+        await job.result(60)
         path.rename(aside)
         with pytest.raises(EngineUnavailable):
             await site.tasks.work.submit(2)

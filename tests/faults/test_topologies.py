@@ -28,7 +28,7 @@ from tests.faults.support import QUEUE, Site, WorkerProcess, eventually
 from tests.servers import find_server
 from tools.servers import REDIS, REDIS_60
 
-pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
 
 #: Some of them lie with another master of a Cluster than the default queue.
 OTHERS: Final = tuple(f"side-{number}" for number in range(8))

@@ -22,7 +22,7 @@ from tests.brokers.rabbitmq_server import USER
 from tests.faults.brokering import Processes, Topic, write_triggers
 from tests.faults.support import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.faults]
 
 SECRET = "not-the-password-8"
 #: Key, body, headers; and what becomes of it.

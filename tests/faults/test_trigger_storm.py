@@ -24,7 +24,7 @@ from tests.faults.brokering import Topic, accepted, by_key
 from tests.faults.support import eventually
 from tests.faults.test_kafka_triggers import message_of
 
-pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.faults, pytest.mark.redis]
 
 
 def to_rabbit(server: RabbitServer) -> dict[str, Any]:

@@ -55,7 +55,7 @@ async def test_a_yes_lets_the_job_run(app: Holdfast) -> None:
         assert bank.paid == []
         decided = await vote(app, ANN, row.approval_id, reason="fine with me")
         assert (decided.status, decided.decided_by, decided.decision_reason) == (APPROVED, "ann", "fine with me")
-        assert await job.result(20) == "paid 101"
+        assert await job.result(60) == "paid 101"
         told = await events(app, job)
     assert told == ["approval.requested", "approval.approved", "task.claimed", "task.succeeded"]
     log = (await app.ledger.queries.operator_log()).lines
@@ -69,7 +69,7 @@ async def test_a_no_cancels_the_job(app: Holdfast) -> None:
         row = await question(app, job)
         assert (await vote(app, ANN, row.approval_id, approve=False, reason="no way")).status is REJECTED
         with pytest.raises(JobCancelled, match="no way"):
-            await job.result(20)
+            await job.result(60)
         assert await events(app, job) == ["approval.requested", "approval.rejected"]
     assert bank.paid == []
 
@@ -79,7 +79,7 @@ async def test_nobody_answers_in_time(app: Holdfast) -> None:
     async with working(app):
         job = await bank.ask()
         with pytest.raises(JobCancelled):
-            await job.result(20)
+            await job.result(60)
         row = await question(app, job, EXPIRED)
         with pytest.raises(Conflict, match="expired"):
             await vote(app, ANN, row.approval_id)
@@ -103,7 +103,7 @@ async def test_a_vote_after_the_deadline_is_too_late_even_before_upkeep_has_look
         await Offices.of(app).approvals.expire(10)
         await Offices.of(app).approvals.carry_on(10)
         with pytest.raises(JobCancelled):
-            await job.result(20)
+            await job.result(60)
 
 
 async def test_a_quorum_is_of_different_people(app: Holdfast) -> None:
@@ -120,7 +120,7 @@ async def test_a_quorum_is_of_different_people(app: Holdfast) -> None:
         assert await job.state() is State.WAITING_APPROVAL
         decided = await vote(app, BOB, row.approval_id)
         assert (decided.status, [each.person for each in decided.votes]) == (APPROVED, ["ann", "bob"])
-        assert await job.result(20) == "paid 101"
+        assert await job.result(60) == "paid 101"
         with pytest.raises(Conflict, match="approved already"):
             await vote(app, CYD, row.approval_id)
 
@@ -136,7 +136,7 @@ async def test_one_no_is_enough_and_stands(app: Holdfast) -> None:
             with pytest.raises(Conflict, match="rejected already"):
                 await vote(app, CYD, row.approval_id, approve=late)
         with pytest.raises(JobCancelled):
-            await job.result(20)
+            await job.result(60)
 
 
 async def test_of_two_at_once_one_decides(app: Holdfast) -> None:
@@ -153,7 +153,7 @@ async def test_of_two_at_once_one_decides(app: Holdfast) -> None:
             (decided,) = [answer for answer in answers if not isinstance(answer, BaseException)]
             (refused,) = [answer for answer in answers if isinstance(answer, BaseException)]
             assert isinstance(refused, Conflict)
-            (ended,) = await asyncio.gather(job.result(20), return_exceptions=True)
+            (ended,) = await asyncio.gather(job.result(60), return_exceptions=True)
             assert (ended == "paid 101") is (decided.status is APPROVED)
 
 
@@ -231,7 +231,7 @@ async def test_a_changed_payload_voids_the_approval(app: Holdfast) -> None:
         with pytest.raises(Conflict, match="withdrawn"):
             await vote(app, ANN, row.approval_id)
         await vote(app, ANN, again.approval_id)
-        assert await job.result(20) == "paid 999"
+        assert await job.result(60) == "paid 999"
         told = await events(app, job)
     assert told == [
         "approval.requested",
@@ -256,7 +256,7 @@ async def test_a_payload_that_is_changed_after_the_yes_is_asked_about_again(app:
         again = await question(app, job)
         assert bank.paid == []
         await vote(app, BOB, again.approval_id)
-        assert await job.result(20) == "paid 999"
+        assert await job.result(60) == "paid 999"
 
 
 async def test_a_changed_payload_may_be_harmless(app: Holdfast) -> None:
@@ -267,7 +267,7 @@ async def test_a_changed_payload_may_be_harmless(app: Holdfast) -> None:
         await change_in_store(app, job, "101", "001".replace("00", "  "))
         with pytest.raises(ApprovalVoid):
             await vote(app, ANN, row.approval_id)
-        assert await job.result(20) == "paid 1"
+        assert await job.result(60) == "paid 1"
 
 
 async def test_a_no_is_for_whatever_the_job_may_be(app: Holdfast) -> None:
@@ -278,7 +278,7 @@ async def test_a_no_is_for_whatever_the_job_may_be(app: Holdfast) -> None:
         await change_in_store(app, job, "101", "999")
         assert (await vote(app, ANN, row.approval_id, approve=False)).status is REJECTED
         with pytest.raises(JobCancelled):
-            await job.result(20)
+            await job.result(60)
     assert bank.paid == []
 
 
@@ -300,7 +300,7 @@ async def test_a_cleared_job_that_was_changed_does_not_run_where_no_guard_is(
     await blind.engine.expedite(job.queue, job.id, actor="test", reason="now")
     async with working(blind):
         with pytest.raises(JobFailed, match="not the one that was cleared"):
-            await job.result(20)
+            await job.result(60)
     assert paid == []
 
 
@@ -317,7 +317,7 @@ async def test_a_job_that_is_cancelled_while_it_waits(app: Holdfast) -> None:
         with pytest.raises(Conflict):
             await vote(app, ANN, row.approval_id)
         with pytest.raises(JobCancelled) as caught:
-            await job.result(20)
+            await job.result(60)
         assert caught.value.error_code == CANCELLED
     assert bank.paid == []
 
@@ -350,7 +350,7 @@ async def test_a_task_asks_in_the_middle_of_its_run(app: Holdfast) -> None:
         await eventually(lambda: worker.in_hand == 0, "the worker to let go")
         await vote(app, ANN, row.approval_id)
         await vote(app, BOB, row.approval_id)
-        assert await job.result(20) == "all about whales, draft 1, by ann+bob"
+        assert await job.result(60) == "all about whales, draft 1, by ann+bob"
     assert drafts == ["whales", "the yes"]
     view = await job.view()
     assert view.meta.retry_count == 0
@@ -365,7 +365,7 @@ async def test_a_task_learns_who_said_yes_and_why(app: Holdfast) -> None:
         job = await ask.submit()
         row = await question(app, job)
         await vote(app, ANN, row.approval_id, reason="tested")
-        consent = await job.result(20)
+        consent = await job.result(60)
         assert isinstance(consent, Consent)
         assert (consent.approval_id, consent.by, consent.reason) == (row.approval_id, ("ann",), "tested")
         assert abs(consent.at_ms - await app.engine.now_ms()) < 60_000
@@ -385,7 +385,7 @@ async def test_several_questions_one_after_the_other(app: Holdfast) -> None:
         for who in (ANN, BOB):
             row = await question(app, job)
             await vote(app, who, row.approval_id)
-        assert await job.result(20) == ["ann", "bob"]
+        assert await job.result(60) == ["ann", "bob"]
 
 
 async def test_a_yes_is_for_the_details_that_were_shown(app: Holdfast) -> None:
@@ -402,7 +402,7 @@ async def test_a_yes_is_for_the_details_that_were_shown(app: Holdfast) -> None:
         for who in (ANN, BOB, CYD):
             row = await question(app, job)
             await vote(app, who, row.approval_id)
-        assert await job.result(20) == "cyd"
+        assert await job.result(60) == "cyd"
     assert shown == [0, 1, 2, 2]
 
 
@@ -420,7 +420,7 @@ async def test_a_no_and_a_deadline_end_a_run_for_good(app: Holdfast) -> None:
         await vote(app, ANN, (await question(app, refused)).approval_id, approve=False, reason="no")
         for job in (late, refused):
             with pytest.raises(JobCancelled):
-                await job.result(20)
+                await job.result(60)
         assert (await events(app, late))[-1] == "approval.expired"
         assert (await events(app, refused))[-1] == "approval.rejected"
     assert runs == ["ran", "ran"]
@@ -439,7 +439,7 @@ async def test_a_plain_function_asks_from_its_thread(app: Holdfast) -> None:
         row = await question(app, job)
         assert row.details == {"what": "x"}
         await vote(app, BOB, row.approval_id)
-        assert await job.result(20) == "bob"
+        assert await job.result(60) == "bob"
 
 
 @pytest.mark.parametrize("task", ["asks_in_child", "awaits_in_child"])
@@ -453,7 +453,7 @@ async def test_a_child_process_asks(stores: dict[str, Any], task: str) -> None:
             row = await question(app, job)
             assert (row.name, row.details) == ("child", {"what": "x"})
             await vote(app, CYD, row.approval_id)
-            assert await job.result(20) == "cyd"
+            assert await job.result(60) == "cyd"
     finally:
         await app.close()
 
@@ -478,7 +478,7 @@ async def test_a_question_that_cannot_be_asked_is_an_error_of_the_task(app: Hold
     async with working(app):
         for wrong in ("name", "quorum", "deadline", "details", "large", "nested"):
             with pytest.raises(JobFailed) as caught:
-                await (await ask.submit(wrong)).result(20)
+                await (await ask.submit(wrong)).result(60)
             assert caught.value.error_code == "TASK_FATAL", wrong
 
 
@@ -497,7 +497,7 @@ async def test_questions_at_the_same_time_are_asked_one_by_one(app: Holdfast) ->
         for who in (ANN, BOB):
             row = await question(app, job)
             await vote(app, who, row.approval_id)
-        assert await job.result(20) == ["ann", "bob"]
+        assert await job.result(60) == ["ann", "bob"]
 
 
 async def test_without_a_ledger_a_task_cannot_ask(lonely: Holdfast) -> None:
@@ -507,7 +507,7 @@ async def test_without_a_ledger_a_task_cannot_ask(lonely: Holdfast) -> None:
 
     async with working(lonely):
         with pytest.raises(JobFailed) as caught:
-            await (await ask.submit()).result(20)
+            await (await ask.submit()).result(60)
     assert caught.value.error_code == NoLedger.code
     with pytest.raises(NoLedger):
         _ = Offices.of(lonely).approvals

@@ -61,15 +61,15 @@ async def test_what_nobody_cleared_is_shown_to_the_guards(shop: Shop, task: str)
     shop.app.guard.rule("large", when=lambda args: args["to"] == "bob", then=AskPeople("is bob fine?"))
     async with working(shop.app):
         allowed, denied, asked = [await shop.push(task, to) for to in ("ann", "eve", "bob")]
-        assert await allowed.result(20) == "paid ann"
+        assert await allowed.result(60) == "paid ann"
         with pytest.raises(JobFailed) as caught:
-            await denied.result(20)
+            await denied.result(60)
         assert caught.value.error_code == GUARD_DENIED
         row = await question(shop.app, asked)
         assert await asked.state() is State.WAITING_APPROVAL
         assert shop.runs == ["ann"]
         await vote(shop.app, ANN, row.approval_id)
-        assert await asked.result(20) == "paid bob"
+        assert await asked.result(60) == "paid bob"
         told = await events(shop.app, asked)
     assert {(request.task, request.source) for request in seen} == {(task, "claim")}
     view = await denied.view()
@@ -97,7 +97,7 @@ async def test_what_was_cleared_is_not_asked_about_again(shop: Shop) -> None:
 
     async with working(shop.app):
         job = await shop.app.submit_raw("on_loop", b'{"to":"ann"}')
-        assert await job.result(20) == "paid ann"
+        assert await job.result(60) == "paid ann"
     assert sources == ["submit"]
 
 
@@ -109,9 +109,9 @@ async def test_a_foreign_message_is_shown_to_the_guards(redis_url: str, namespac
         for job_id, payload in (("j1", '["eve"]'), ("j2", '["ann"]')):
             await redis.xadd(f"{namespace}:stream:task", {"task_id": job_id, "type": "on_loop", "payload": payload})
         await eventually(lambda: worker.finished == 2, "the worker to see both")
-        assert await app.job("j2").result(20) == "paid ann"
+        assert await app.job("j2").result(60) == "paid ann"
         with pytest.raises(JobFailed, match="enemy"):
-            await app.job("j1").result(20)
+            await app.job("j1").result(60)
     assert shop.runs == ["ann"]
 
 
@@ -126,10 +126,10 @@ async def test_a_child_process_is_not_even_started(stores: dict[str, Any], make_
                 mark = tmp_path / name
                 job = await stranger.submit_raw("in_child", b'{"mark":"%s"}' % str(mark).encode())
                 if runs:
-                    await job.result(20)
+                    await job.result(60)
                 else:
                     with pytest.raises(JobFailed, match="forbidden file"):
-                        await job.result(20)
+                        await job.result(60)
                 assert mark.exists() is runs
     finally:
         await app.close()
@@ -147,7 +147,7 @@ async def test_a_guard_that_fails_is_a_failure_of_the_run(shop: Shop) -> None:
 
     async with working(shop.app):
         job = await shop.push("on_loop", "ann")
-        assert await job.result(20) == "paid ann"
+        assert await job.result(60) == "paid ann"
     failed = [attempt.failure for attempt in await job.history()]
     assert failed[0] is not None
     assert failed[0].code == GuardFailed.code
@@ -166,7 +166,7 @@ async def test_a_guard_that_never_answers_lets_nothing_run(stores: dict[str, Any
     async with working(shop.app):
         job = await shop.push("in_thread", "ann")
         with pytest.raises(JobFailed) as caught:
-            await job.result(20)
+            await job.result(60)
     assert caught.value.error_code == GuardFailed.code
     assert (await job.view()).attempt == 2
     assert shop.runs == []
@@ -184,7 +184,7 @@ async def test_a_guard_whose_server_is_down_uses_up_no_retries(shop: Shop) -> No
 
     async with working(shop.app):
         job = await shop.push("on_loop", "ann")
-        assert await job.result(20) == "paid ann"
+        assert await job.result(60) == "paid ann"
     view = await job.view()
     assert view.attempt == 4
     assert {attempt.failure.code for attempt in view.meta.history if attempt.failure} <= {DEPENDENCY_UNAVAILABLE}
@@ -197,7 +197,7 @@ async def test_without_a_ledger_a_question_is_a_dead_letter(lonely: Holdfast, ma
     async with working(lonely):
         job = await shop.push("on_loop", "ann")
         with pytest.raises(JobFailed) as caught:
-            await job.result(20)
+            await job.result(60)
     assert caught.value.error_code == NoLedger.code
     assert shop.runs == []
 
@@ -207,7 +207,7 @@ async def test_a_payload_that_does_not_fit_is_what_it_was(shop: Shop) -> None:
     async with working(shop.app):
         job = await shop.stranger.submit_raw("on_loop", b'{"nobody":1}')
         with pytest.raises(JobFailed) as caught:
-            await job.result(20)
+            await job.result(60)
     assert caught.value.error_code == "INVALID_PAYLOAD"
 
 

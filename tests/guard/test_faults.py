@@ -80,7 +80,7 @@ async def test_a_voter_that_is_killed_before_the_job_is_told(app: Holdfast, tmp_
         done = await asyncio.to_thread(subprocess.run, words, timeout=60, check=False)
         assert done.returncode == -9
         # Upkeep, in the worker, carries on.
-        assert await job.result(20) == "paid 5"
+        assert await job.result(60) == "paid 5"
         decided = await question(app, job, APPROVED)
         assert [each.person for each in decided.votes] == ["ann"]
         await _nothing_left(app)
@@ -102,7 +102,7 @@ async def test_an_engine_that_is_away_is_told_later(app: Holdfast, monkeypatch: 
 
         monkeypatch.setattr(app.engine, "move", away)
         assert (await vote(app, ANN, row.approval_id)).status is APPROVED
-        assert await job.result(20) == "paid 5"
+        assert await job.result(60) == "paid 5"
         await _nothing_left(app)
     assert bank.paid == [5]
 
@@ -123,7 +123,7 @@ async def test_a_reply_that_is_lost_changes_nothing(app: Holdfast, monkeypatch: 
 
         monkeypatch.setattr(app.engine, "move", lossy)
         await vote(app, ANN, row.approval_id)
-        assert await job.result(20) == "paid 5"
+        assert await job.result(60) == "paid 5"
         await _nothing_left(app)
         told = await events(app, job)
     assert told == ["approval.requested", "approval.approved", "task.claimed", "task.succeeded"]
@@ -148,7 +148,7 @@ async def test_an_answer_that_is_told_twice_answers_no_other_question(app: Holdf
         assert await job.state() is State.WAITING_APPROVAL
         assert ran == []
         await vote(app, BOB, second)
-        await job.result(20)
+        await job.result(60)
 
 
 async def _other(app: Holdfast, job: Job[Any], first: str) -> str | None:
@@ -181,7 +181,7 @@ async def test_a_worker_that_dies_while_the_job_waits_changes_nothing(app: Holdf
     # Nobody is there: the question stands, and so does the answer.
     assert (await vote(app, ANN, row.approval_id)).status is APPROVED
     async with working(app):
-        assert await job.result(20) == "ann"
+        assert await job.result(60) == "ann"
     assert ran == ["began", "began"]
 
 
@@ -208,7 +208,7 @@ async def test_a_ledger_that_is_down_takes_no_vote(
                 return False
 
         await eventually(works, "the ledger to take the vote")
-        assert await job.result(20) == "paid 5"
+        assert await job.result(60) == "paid 5"
     assert bank.paid == [5]
 
 

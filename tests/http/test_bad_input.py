@@ -249,7 +249,7 @@ def test_what_nobody_foresaw_tells_nothing(world: World, monkeypatch: pytest.Mon
 
 def test_an_engine_that_is_down_is_a_503(tmp_path: Any, make_redis: Any, postgres_url: str) -> None:
     server = make_redis()
-    app = sample(server.url, ledger=postgres_url, connect_timeout_s=1, reply_timeout_s=1)
+    app = sample(server.url, ledger=postgres_url)
     with serving(app, upkeep=False) as world:
         client = world.client()
         _submit(client)

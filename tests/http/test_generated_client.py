@@ -26,8 +26,6 @@ from holdfast.http.task_schemas import references
 from tests.cli.harness import PATIENCE_S
 from tests.http.world import World
 
-pytestmark = pytest.mark.timeout(180)
-
 _PACKAGE: Final = "holdfast_client"
 _HOW_TO: Final = Path(__file__).parents[2] / "docs" / "how-to" / "http-service.md"
 

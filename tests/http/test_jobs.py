@@ -235,4 +235,17 @@ def test_names_may_have_slashes(world: World) -> None:
     assert shared["tenants"]["a/b"]["weight"] == 2
     assert client.get(f"/api/v1/jobs/{job_id}?queue=mail/eu").status_code == 200
     # Twice encoded is another name.
-    assert client.post("/api/v1/queues/mail%252Feu/pause", json={"reason": "x"}).json()["queue"] == "mail%2Feu"
+    twice = client.post("/api/v1/queues/mail%252Feu/pause", json={"reason": "x", "new": True})
+    assert twice.json()["queue"] == "mail%2Feu"
+
+
+@pytest.mark.parametrize("path", ["pause", "resume", "intake/pause", "intake/resume", "intake/limit", "tenants/acme"])
+def test_an_unknown_queue_is_a_404(world: World, path: str) -> None:
+    client = world.client()
+    _submit(client, queue="mail")
+    body = {"reason": "x"} | ({"value": 5} if path == "intake/limit" else {"weight": 2} if "tenants" in path else {})
+    refused = client.post(f"/api/v1/queues/mial/{path}", json=body)
+    assert (refused.status_code, refused.json()["code"]) == (404, "NOT_FOUND")
+    assert "did you mean 'mail'?" in refused.json()["detail"]
+    assert '"new": true' in refused.json()["detail"]
+    assert client.post(f"/api/v1/queues/mial/{path}", json=body | {"new": True}).status_code == 200

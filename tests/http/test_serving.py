@@ -78,7 +78,7 @@ def test_who_waits_is_answered_when_the_server_ends(shell: Shell) -> None:
                 assert not waiting.done()
             began = time.monotonic()
             process.end()
-            answer = waiting.result(30)
+            answer = waiting.result(60)
         assert answer.status_code == 202
         assert answer.headers["location"].endswith(answer.json()["job_id"])
         # Less than the grace time, after which it would be cut off.
@@ -103,7 +103,7 @@ def test_a_request_that_the_end_overtakes_is_told_so(
             monkeypatch.setattr(Operating, "queues", hang)
             waiting = thread.submit(httpx.get, f"{world.base}/api/v1/queues", headers=bearer, trust_env=False)
             assert asked.wait(20)
-        answer = waiting.result(20)
+        answer = waiting.result(60)
     assert (answer.status_code, answer.json()["code"]) == (503, "ENGINE_UNAVAILABLE")
     assert "Traceback" not in caplog.text
 

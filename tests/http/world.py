@@ -21,7 +21,7 @@ from holdfast.ledger.trigger_book import Execution, Presence, Status
 
 T = TypeVar("T")
 
-PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 60.0
 ROOT: Final = Person(name="root", role=Role.ADMIN, tenants=frozenset({"*"}))
 
 

@@ -49,7 +49,7 @@ async def test_the_ledger_has_what_has_happened(redis_url: str, ledger_url: str,
     app = make_app(redis_url, ledger_url, namespace)
     async with app, working(app):
         jobs = [await app.tasks["add"].submit(1, number) for number in range(20)]
-        assert [await job.result(timeout=20) for job in jobs] == list(range(1, 21))
+        assert [await job.result(timeout=60) for job in jobs] == list(range(1, 21))
         await app.ledger.caught_up(timeout=20)
         page = await app.ledger.queries.jobs(limit=50)
         assert {row.job_id for row in page.jobs} == {job.id for job in jobs}
@@ -60,7 +60,7 @@ async def test_embedded_the_ledger_is_never_behind(tmp_path_url: str) -> None:
     app = make_app(tmp_path_url, None, "")
     async with app, working(app):
         job = await app.tasks["add"].submit(1, 2)
-        assert await job.result(timeout=20) == 3
+        assert await job.result(timeout=60) == 3
         await app.ledger.caught_up(timeout=0.001)
         detail = await app.ledger.queries.job(job.id)
         assert detail.state is State.SUCCEEDED
@@ -82,7 +82,7 @@ async def test_a_ledger_that_is_down_stops_neither_opening_nor_submitting(
     with caplog.at_level(logging.WARNING):
         async with app, working(app):
             job = await app.tasks["add"].submit(1, 2)
-            assert await job.result(timeout=20) == 3
+            assert await job.result(timeout=60) == 3
             with pytest.raises(LedgerUnavailable, match="nothing listens there"):
                 await app.ledger.caught_up(timeout=0.3)
     assert "going on without the ledger" in caplog.text
@@ -96,7 +96,7 @@ async def test_a_ledger_that_comes_back_catches_up(redis_url: str, namespace: st
     app = make_app(redis_url, server.url, namespace)
     async with app, working(app):
         job = await app.tasks["add"].submit(1, 2)
-        assert await job.result(timeout=20) == 3
+        assert await job.result(timeout=60) == 3
         waiting = asyncio.create_task(app.ledger.caught_up(timeout=40))
         await asyncio.to_thread(server.start)
         await waiting
@@ -109,7 +109,7 @@ async def test_a_feed_that_ends_in_an_entry_without_events_is_caught_up_with(
     app = make_app(redis_url, ledger_url, namespace)
     async with app, working(app):
         job = await app.tasks["add"].submit(1, 2)
-        assert await job.result(timeout=20) == 3
+        assert await job.result(timeout=60) == 3
         async with redis.asyncio.from_url(redis_url) as client:
             await client.xadd(app.engine._store.keys("default").feed, {"another": "program"})  # type: ignore[attr-defined]
         await app.ledger.caught_up(timeout=5)

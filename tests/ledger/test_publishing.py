@@ -240,7 +240,7 @@ async def test_the_engines_file_publishes_what_happens_in_it(tmp_path: Path) -> 
         worker = Worker(app)
         running = asyncio.create_task(worker.run())
         handles = [await add.submit(1, number) for number in range(5)]
-        assert [await handle.result(timeout=20) for handle in handles[1:]] == [2, 3, 4, 5]
+        assert [await handle.result(timeout=60) for handle in handles[1:]] == [2, 3, 4, 5]
         await eventually(lambda: _ended(handles[0]))
         worker.drain()
         await running

@@ -35,7 +35,7 @@ from tests.conftest import MakePostgres, MakeServer
 from tests.ledger.test_reconciler_histories import Hasty
 from tests.worker.support import eventually, working
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.redis]
 
 QUEUE: Final = "default"
 FAILURE: Final = Failure("TASK_ERROR", "no luck", "ValueError", "a stack")

@@ -17,7 +17,7 @@ from holdfast import Holdfast
 from holdfast.observe.metrics import exposition
 from holdfast.observe.scrape import serving
 
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 60.0
 
 
 async def fetch(port: int, path: str = "/metrics", method: str = "GET") -> tuple[str, str]:

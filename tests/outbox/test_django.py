@@ -89,7 +89,7 @@ async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
     async with run_jobs(app, ["mail"]):
         await until(submitted)
         for job_id, result in ((committed, 2), (outer, 6), (other_alias, 10), (viewed, 12)):
-            assert await app.job(job_id, "mail").result(timeout=20) == result
+            assert await app.job(job_id, "mail").result(timeout=60) == result
     for job_id in (lost, inner):
         with pytest.raises(UnknownJob):
             await app.job(job_id, "mail").view()

@@ -92,7 +92,7 @@ async def test_after_the_commit_the_job_runs(app: Holdfast) -> None:
         job = await double(app).options(connection=connection).submit(21)
         assert await app.engine.get("mail", [job.id]) == [None], "nothing before the commit"
     async with run_jobs(app, ["mail", "other"]):
-        assert await job.result(timeout=20) == 42
+        assert await job.result(timeout=60) == 42
     event = await only_event(app)
     assert (event.id, event.destination, event.topic, event.status) == (job.id, HOLDFAST, "mail", Status.SENT)
     assert (await job.view()).task == "double"
@@ -120,10 +120,10 @@ async def test_many(app: Holdfast) -> None:
         )
         one = await app.submit_raw("double", b'{"number": 50}', connection=connection)
     async with run_jobs(app, ["mail", "other"]):
-        assert [await job.result(timeout=20) for job in jobs] == [2 * n for n in range(30)]
-        assert [await job.result(timeout=20) for job in keyed] == [0, 2, 0]
+        assert [await job.result(timeout=60) for job in jobs] == [2 * n for n in range(30)]
+        assert [await job.result(timeout=60) for job in keyed] == [0, 2, 0]
         assert (keyed[2].id, keyed[2].duplicate) == (keyed[0].id, True)
-        assert await one.result(timeout=20) == 100
+        assert await one.result(timeout=60) == 100
 
 
 async def test_options_travel_along(app: Holdfast) -> None:
@@ -158,7 +158,7 @@ async def test_handed_in_twice_it_is_one_job(app: Holdfast) -> None:
     assert await drain(app, ["mail"]) == 1
     async with run_jobs(app, ["mail", "other"]):
         await until(lambda: is_sent(app))
-        assert await job.result(timeout=20) == 42
+        assert await job.result(timeout=60) == 42
         assert await drain(app, ["mail"]) == 0
     assert (await job.view()).attempt == 1
 
@@ -173,7 +173,7 @@ async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Hold
         second = await double(app).options(idempotency_key="k", connection=connection).submit(1)
     assert second.id != first.id
     async with run_jobs(app, ["mail", "other"]):
-        assert await second.result(timeout=20) == 2
+        assert await second.result(timeout=60) == 2
     assert (second.id, second.duplicate) == (first.id, True)
     assert (await only_event(app)).last_error == f"duplicate of job {first.id}"
     async with transaction(app) as connection:
@@ -212,7 +212,7 @@ async def test_guards_are_asked_at_once(app: Holdfast) -> None:
             await task.submit_many([(2,), (3,)])
         job = await task.submit(4)
     async with run_jobs(app, ["mail", "other"]):
-        assert await job.result(timeout=20) == 8
+        assert await job.result(timeout=60) == 8
 
 
 async def test_arguments_are_checked_at_once(app: Holdfast) -> None:
@@ -245,7 +245,7 @@ async def test_an_engine_that_is_away_is_waited_for(app: Holdfast, monkeypatch: 
     async with run_jobs(app, ["mail", "other"]):
         await until(tried_often)
         away[0] = False
-        assert await job.result(timeout=20) == 42
+        assert await job.result(timeout=60) == 42
 
 
 async def test_one_that_the_engine_cannot_take_holds_up_no_other(
@@ -264,7 +264,7 @@ async def test_one_that_the_engine_cannot_take_holds_up_no_other(
     monkeypatch.setattr(app.engine, "submit", submit)
     async with run_jobs(app, ["mail", "other"]):
         for number in (0, 2, 3):
-            assert await jobs[number].result(timeout=20) == 2 * number
+            assert await jobs[number].result(timeout=60) == 2 * number
     assert app.outbox_port is not None
     event = await (await app.outbox_port.open()).get("default", poison)
     assert event is not None
@@ -310,7 +310,7 @@ async def test_what_is_no_job_is_dead(app: Holdfast) -> None:
         await connection.execute(statement)
     async with run_jobs(app, ["mail", "other"]):
         with pytest.raises(JobFailed, match="OUTBOX_DEAD"):
-            await job.result(timeout=20)
+            await job.result(timeout=60)
     assert (await only_event(app)).status is Status.DEAD
 
 
@@ -325,7 +325,7 @@ async def test_a_program_in_another_language(app: Holdfast) -> None:
         )
     async with run_jobs(app, ["mail", "other"]):
         await until(lambda: is_there(app, "mail", "from-elsewhere"))
-        assert await app.job("from-elsewhere", "mail").result(timeout=20) == 10
+        assert await app.job("from-elsewhere", "mail").result(timeout=60) == 10
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
@@ -344,7 +344,7 @@ async def test_the_outbox_in_a_database_of_its_own(kind: str, request: pytest.Fi
         async with support.transaction(own) as connection:
             job = await double.options(connection=connection).submit(4)
         async with run_jobs(app, ["mail", "other"]):
-            assert await job.result(timeout=20) == 8
+            assert await job.result(timeout=60) == 8
             await until(lambda: is_sent(app))
         assert app.ledger_port is not None
         assert await app.ledger_port.outbox.find(None) == []
@@ -389,7 +389,7 @@ def test_submit_sync(tmp_path: Path) -> None:
             await drain(app, ["default"])
 
     asyncio.run(hand_in())
-    assert job.result_sync(timeout=10) == 6
+    assert job.result_sync(timeout=60) == 6
     asyncio.run(app.close())
 
 

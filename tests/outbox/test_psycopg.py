@@ -236,7 +236,7 @@ async def test_jobs_run_after_the_commit_and_never_after_a_rollback(app: Holdfas
     async with awaited(url, "dict rows", commit=False) as connection:
         lost.append(await double.options(connection=connection).submit(5))
     async with run_jobs(app, ["mail"]):
-        assert [await job.result(timeout=20) for job in (ran, *many)] == [2, 6, 8]
+        assert [await job.result(timeout=60) for job in (ran, *many)] == [2, 6, 8]
         for job in (undone, *lost):
             with pytest.raises(UnknownJob):
                 await job.result(timeout=5)

@@ -25,7 +25,6 @@ def files_below(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1800000000")
     folder = tmp_path / "dist"

@@ -77,7 +77,7 @@ async def test_an_effect_in_a_test_does_not_keep_the_real_job_from_acting(config
     for table in ("idempotency_keys", "job_steps", "jobs", "approvals"):
         assert await rows(configured, table) == 0, table
     async with app, working(app):
-        assert await (await bank.pay.submit("7")).result(20) == "charge 2"
+        assert await (await bank.pay.submit("7")).result(60) == "charge 2"
     assert bank.charges == ["7", "7"]
     assert await rows(configured, "idempotency_keys") == 1
 
@@ -113,7 +113,7 @@ async def test_an_app_in_memory_has_nothing_to_do_with_the_configured_ledger(con
     real = Holdfast(reconcile_interval_s=0.1)
     others = Bank(real)
     async with real, working(real):
-        await (await others.pay.submit("9")).result(20)
+        await (await others.pay.submit("9")).result(60)
     assert others.charges == ["9"]
 
 

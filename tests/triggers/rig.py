@@ -22,7 +22,7 @@ from holdfast.triggers.trigger import QueueTrigger
 
 QUEUE: Final = "orders"
 GROUP: Final = "workers"
-_PATIENCE_S: Final = 10.0
+_PATIENCE_S: Final = 60.0
 
 
 async def until(holds: Callable[[], object], what: str = "it") -> None:

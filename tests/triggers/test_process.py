@@ -22,7 +22,7 @@ from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.process import Triggers
 from tests.observe.support import eventually
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 ADA = Person(name="ada", role=Role.OPERATOR, tenants=frozenset({"*"}))
 
 

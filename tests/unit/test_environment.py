@@ -1,45 +1,81 @@
-"""The tests pass however they are started."""
+"""Misspelt `HOLDFAST_*` variables are reported once, with the nearest name and without their value."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import signal
-import subprocess
-import sys
+import logging
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-#: Sends SIGINT to a real program, and reads what it prints at a terminal.
-PROBE = "tests/cli/test_terminal.py::test_watch_is_a_live_table_until_ctrl_c"
+from holdfast import environment
+from holdfast.settings import Settings
+from holdfast.triggers.file import load_text
+
+SECRET = "hunter2-in-the-wrong-place"
 
 
-@pytest.mark.slow
-def test_a_background_job_of_a_shell_with_settings_of_its_own(tmp_path: Path) -> None:
-    """SIGINT is ignored by inheritance, stdin is closed, and variables name other stores, widths and colours."""
-    outside = {
-        "HOLDFAST_URL": "redis://127.0.0.1:1/0",
-        "HOLDFAST_LEDGER": "postgresql://127.0.0.1:1/nowhere",
-        "COLUMNS": "30",
-        "NO_COLOR": "1",
-        "PGHOST": "127.0.0.1",
-        "PYTHONWARNINGS": "error",
-    }
-    pytest_probe = shlex.join([sys.executable, "-m", "pytest", "-q", "-c", f"{ROOT}/pyproject.toml", f"{ROOT}/{PROBE}"])
-    done = subprocess.run(
-        ["/bin/sh", "-c", f"trap '' INT; exec {pytest_probe} <&-"],
-        cwd=tmp_path,
-        env=os.environ | outside,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "_reported", set())
+    monkeypatch.setattr(environment, "_read", set())
 
 
-def test_signals_that_tests_send_are_not_ignored() -> None:
-    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+def test_a_misspelt_variable_is_reported_once_with_the_nearest_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOLDFAST_LEGDER", f"postgresql://u:{SECRET}@h/db")
+    monkeypatch.setenv("HOLDFAST_ODD", SECRET)
+    with caplog.at_level(logging.WARNING, "holdfast.settings"):
+        Settings.load()
+        Settings.load()
+    assert sorted(caplog.messages) == [
+        "environment variable HOLDFAST_LEGDER is not a setting and is ignored; did you mean HOLDFAST_LEDGER?",
+        "environment variable HOLDFAST_ODD is not a setting and is ignored; see docs/reference/settings.md",
+    ]
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HOLDFAST_PORT", "tcp://10.0.0.1:8080"),
+        ("HOLDFAST_PORT", "8080"),
+        ("HOLDFAST_SERVICE_HOST", "10.0.0.1"),
+        ("HOLDFAST_SERVICE_PORT", "8080"),
+        ("HOLDFAST_SERVICE_PORT_HTTP", "8080"),
+        ("HOLDFAST_PORT_8080_TCP", "tcp://10.0.0.1:8080"),
+        ("HOLDFAST_PORT_8080_TCP_PROTO", "tcp"),
+        ("HOLDFAST_PORT_8080_TCP_PORT", "8080"),
+        ("HOLDFAST_PORT_8080_TCP_ADDR", "10.0.0.1"),
+        ("HOLDFAST_API_SERVICE_HOST", "10.0.0.1"),
+        ("HOLDFAST_API_PORT", "tcp://10.0.0.1:8080"),
+        ("HOLDFAST_API_PORT_53_UDP", "udp://10.0.0.1:53"),
+        ("HOLDFAST_TEST_REDIS_URL", "redis://127.0.0.1:1/0"),
+        ("HOLDFAST_OUTBOX_TARGETS__DEFAULT__TYPE", "memory"),
+        ("holdfast_group", "workers"),
+    ],
+)
+def test_what_others_set_and_what_is_read_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    Settings.load()
+    assert caplog.messages == []
+
+
+def test_a_misspelt_port_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("HOLDFAST_METRICS_PORT", "9100")
+    Settings.load()
+    assert "HOLDFAST_METRICS_PORT is not a setting" in caplog.text
+
+
+def test_variables_of_a_triggers_file_are_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOLDFAST_BROKER", "orders")
+    load_text(
+        "{queue_name: '${HOLDFAST_BROKER}', consumer_group: g, adapter: {type: memory}, runtime: {task: t}}"
+    )  # fmt: skip
+    Settings.load()
+    assert caplog.messages == []

@@ -240,7 +240,7 @@ class _Life:
             assert (self.known.state, self.known.attempt, self.known.retry_count) == self.now
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_stale_replicas_make_no_illegal_story(data: st.DataObject) -> None:
     """Whatever an engine forgets, and however often: the ledger's story is legal, and goes where the engine goes."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from holdfast import Holdfast, Retry
 from holdfast.engine.port import EngineOptions, RetryVia
 from holdfast.errors import InvalidOption
 from holdfast.settings import Settings
@@ -121,7 +122,7 @@ def test_a_mistake_is_said_once_with_its_variable() -> None:
 
 def test_an_unknown_key_in_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "holdfast.toml").write_text("visibility_timeout = 3\n")
-    with pytest.raises(InvalidOption, match="visibility_timeout"):
+    with pytest.raises(InvalidOption, match="visibility_timeout: unknown setting; did you mean visibility_timeout_s"):
         Settings.load()
 
 
@@ -238,3 +239,39 @@ def test_other_engines_use_what_is_configured(monkeypatch: pytest.MonkeyPatch, u
     settings = Settings.load(url=url)
     assert not settings.in_memory
     assert leads_outside(settings) == ["ledger", "outbox_url", "outbox_targets", "webhooks"]
+
+
+# Retries -------------------------------------------------------------------------------------------
+
+
+def test_retries_are_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert Settings.load().retry == Retry()
+    (tmp_path / "holdfast.toml").write_text("max_retries = 9\nretry_base_s = 5\nretry_multiplier = 3\n")
+    monkeypatch.setenv("HOLDFAST_MAX_RETRIES", "7")
+    monkeypatch.setenv("HOLDFAST_RETRY_CAP_S", "600")
+    monkeypatch.setenv("HOLDFAST_RETRY_JITTER_S", "0")
+    expected = Retry(7, base=5, multiplier=3, cap=600, jitter=None)
+    assert Settings.load().retry == expected
+    app = Holdfast("sqlite://")
+
+    @app.task
+    def plain() -> None: ...
+
+    @app.task(retry=Retry(1))
+    def own() -> None: ...
+
+    assert (app.plans["plain"].policy.retry, app.plans["own"].policy.retry) == (expected, Retry(1))
+    app.configure(max_retries=0)
+    assert app.plans["plain"].policy.retry.max_retries == 0
+    assert app.plans["own"].policy.retry == Retry(1)
+    assert Holdfast("sqlite://", retry=Retry(2)).task(plain.function).plan.policy.retry == Retry(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MAX_RETRIES", "-1"), ("RETRY_BASE_S", "inf"), ("RETRY_MULTIPLIER", "0.5"), ("RETRY_CAP_S", "soon")],
+)
+def test_retries_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"HOLDFAST_{name}", value)
+    with pytest.raises(InvalidOption, match=f"HOLDFAST_{name}"):
+        Settings.load()

@@ -26,7 +26,7 @@ from holdfast.engine.sqlite.turnstile import Turnstile
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened
 
 ROOT = Path(__file__).parents[2]
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 class Child:

@@ -28,7 +28,7 @@ async def test_the_end_of_a_job_is_told(stores: dict[str, Any], receiver: Receiv
     app = make_app(stores)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url, trace_id="t-1").submit(1, 2)
-        assert await job.result(timeout=20) == 3
+        assert await job.result(timeout=60) == 3
         await eventually(lambda: receiver.requests, "the webhook")
         await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's own end")
     [request] = receiver.requests
@@ -46,7 +46,7 @@ async def test_a_failure_is_told_without_our_insides(stores: dict[str, Any], rec
     async with app, working(app):
         job = await app.tasks["fail"].options(webhook=receiver.url).submit("db password is hunter2")
         with pytest.raises(JobFailed):
-            await job.result(timeout=20)
+            await job.result(timeout=60)
         await eventually(lambda: receiver.requests, "the webhook")
     [request] = receiver.requests
     assert request.json["type"] == "job.failed"
@@ -110,7 +110,7 @@ async def test_a_courier_that_dies_before_its_mark_repeats_nothing(
     monkeypatch.setattr(Courier, "run", _nothing)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
-        await job.result(timeout=20)
+        await job.result(timeout=60)
         ledger = app.ledger_port
         assert ledger is not None
         await app.ledger.caught_up()
@@ -141,7 +141,7 @@ async def test_a_row_is_marked_only_once_the_ledger_has_its_delivery(
     monkeypatch.setattr(Courier, "run", _nothing)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
-        await job.result(timeout=20)
+        await job.result(timeout=60)
         ledger = app.ledger_port
         assert ledger is not None
         await app.ledger.caught_up()
@@ -173,7 +173,7 @@ async def test_couriers_side_by_side_tell_once(
             other.start()
         jobs = [await app.tasks["add"].options(webhook=receiver.url).submit(1, number) for number in range(20)]
         for job in jobs:
-            await job.result(timeout=20)
+            await job.result(timeout=60)
         await eventually(lambda: len(receiver.requests) >= 20, "all webhooks")
 
         async def all_done() -> bool:

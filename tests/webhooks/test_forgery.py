@@ -50,7 +50,7 @@ async def test_an_edited_replay_is_not_sent(app: Holdfast, receiver: Receiver) -
     async with app, working(app):
         receiver.answers.append(status(410))
         job = await app.tasks["add"].options(tenant_id="acme").submit(1, 2)
-        assert await job.result(timeout=20) == 3
+        assert await job.result(timeout=60) == 3
         await eventually(lambda: _is_failed(app))
         letters = Offices.of(app).letters
         (letter,) = (await letters.list(EVE, LetterFilter())).letters
@@ -76,7 +76,7 @@ async def _is_failed(app: Holdfast) -> bool:
 async def test_a_subscribers_address_is_not_in_the_jobs_of_tenants(app: Holdfast, receiver: Receiver) -> None:
     async with app, working(app):
         job = await app.tasks["add"].options(tenant_id="acme").submit(1, 2)
-        await job.result(timeout=20)
+        await job.result(timeout=60)
         await eventually(lambda: receiver.requests)
         assert "s3cret" in receiver.requests[0].line
         (row,) = await deliveries(app)

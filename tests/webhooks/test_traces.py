@@ -43,7 +43,7 @@ async def test_every_attempt_is_in_the_trace_of_its_job(
     async with app, working(app):
         # Another trace id of the caller's own does not matter: spans go by the W3C context.
         job = await app.tasks["add"].options(webhook=receiver.url, trace_id="mine").submit(1, 2)
-        await job.result(timeout=20)
+        await job.result(timeout=60)
         await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
         [delivery] = await deliveries(app)
     [submit] = named(exporter, "submit add")

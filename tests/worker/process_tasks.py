@@ -82,3 +82,8 @@ def big(size: int) -> str:
 @app.task(process=True, retry=NO_RETRY)
 def takes_a_step(ctx: Context) -> int:
     return ctx.blocking.step("one", lambda: 1)
+
+
+@app.task(process=True)
+async def forget_approval(ctx: Context) -> None:
+    list[object]().append(ctx.approval("ship it?"))

@@ -14,7 +14,7 @@ from holdfast.errors import EngineUnavailable
 from holdfast.observe.counts import Counts
 from holdfast.worker.worker import Ended
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 async def eventually(condition: Callable[[], Any | Awaitable[Any]], what: str = "it") -> Any:

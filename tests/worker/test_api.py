@@ -39,8 +39,8 @@ async def test_the_same_key_gives_the_first_job(both: Holdfast) -> None:
     assert (again.id, first.duplicate, again.duplicate) == (first.id, False, True)
     assert elsewhere.id != first.id
     async with working(both):
-        assert await again.result(10) == 1
-        assert await elsewhere.result(10) == 3
+        assert await again.result(60) == 1
+        assert await elsewhere.result(60) == 3
         assert (await work.options(idempotency_key="order-1").submit(4)).id == first.id
 
 
@@ -70,7 +70,7 @@ async def test_a_delayed_job_runs_when_it_is_due(both: Holdfast) -> None:
         began = asyncio.get_running_loop().time()
         job = await work.options(delay=0.3).submit()
         assert await job.state() is State.QUEUED
-        assert await job.result(10) == "done"
+        assert await job.result(60) == "done"
         assert asyncio.get_running_loop().time() - began > 0.25
         assert worker.finished == 1
 
@@ -83,8 +83,8 @@ async def test_results_come_back_as_the_function_says(app: Holdfast) -> None:
     start = datetime(2030, 1, 1, tzinfo=UTC)
     async with working(app):
         job = await days.submit(start)
-        assert await job.result(10) == {"next": start + timedelta(days=1)}
-        assert await app.job(job.id).result(10) == {"next": "2030-01-02T00:00:00Z"}
+        assert await job.result(60) == {"next": start + timedelta(days=1)}
+        assert await app.job(job.id).result(60) == {"next": "2030-01-02T00:00:00Z"}
 
 
 async def test_waiting_ends_as_the_job_does(app: Holdfast) -> None:
@@ -108,7 +108,7 @@ async def test_waiting_ends_as_the_job_does(app: Holdfast) -> None:
         await cancelled.cancel()
     async with working(app):
         with pytest.raises(JobFailed, match="TASK_ERROR: no good") as failed:
-            await waiting.result(10)
+            await waiting.result(60)
         assert (failed.value.state, failed.value.error_code) == ("failed", "TASK_ERROR")
         suspended = await park.submit()
         await eventually(lambda: _state(suspended, State.SUSPENDED))
@@ -231,17 +231,17 @@ def test_the_blocking_door(url: str) -> None:
         with pytest.raises(UsageError, match=r"use `await job.result\(…\)`"):
             job.result_sync(1)
         async with working(app):
-            assert await job.result(10) == 42
+            assert await job.result(60) == 42
             assert await asyncio.to_thread(keyed.result_sync, 10) == 8
             results = await asyncio.gather(
-                *(asyncio.to_thread(lambda n: double.submit_sync(n).result_sync(10), n) for n in range(5))
+                *(asyncio.to_thread(lambda n: double.submit_sync(n).result_sync(60), n) for n in range(5))
             )
             assert results == [0, 2, 4, 6, 8]
         await app.close()
 
     asyncio.run(work())
     assert [thread for thread in threading.enumerate() if thread.name == "holdfast-door"] == []
-    assert job.result_sync(10) == 42  # it opens again
+    assert job.result_sync(60) == 42  # it opens again
     asyncio.run(app.close())
 
 
@@ -295,14 +295,14 @@ async def test_a_task_may_submit_more(both: Holdfast) -> None:
 
     @both.task
     def from_thread(number: int) -> int:
-        return child.submit_sync(number).result_sync(10)
+        return child.submit_sync(number).result_sync(60)
 
     @both.task
     async def parent(ctx: Context) -> int:
-        return await (await from_thread.submit(1)).result(10)
+        return await (await from_thread.submit(1)).result(60)
 
     async with working(both):
-        assert await (await parent.submit()).result(10) == 2
+        assert await (await parent.submit()).result(60) == 2
 
 
 async def test_plain_calls_run_the_function(app: Holdfast) -> None:

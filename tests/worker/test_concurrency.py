@@ -41,7 +41,7 @@ async def test_no_more_than_concurrency_run_at_a_time(both: Holdfast) -> None:
     jobs = await work.submit_many([()] * 100)
     async with working(both, concurrency=7):
         for job in jobs:
-            await job.result(10)
+            await job.result(60)
     assert gauge.most == 7
 
 
@@ -91,7 +91,7 @@ async def test_a_paused_queue_gives_nothing(both: Holdfast) -> None:
         await eventually(lambda: worker.ready)
         assert await job.state() is State.QUEUED
         await both.engine.set_control("default", Control())
-        assert await job.result(10) == "done"
+        assert await job.result(60) == "done"
 
 
 async def test_what_was_fetched_ahead_does_not_wait_behind_slow_jobs(app: Holdfast) -> None:
@@ -112,7 +112,7 @@ async def test_what_was_fetched_ahead_does_not_wait_behind_slow_jobs(app: Holdfa
         await eventually(lambda: worker.in_hand == 1, "the waiting job to be given back")
         assert await waiting.state() is State.QUEUED
         go.set()
-        await waiting.result(10)
+        await waiting.result(60)
 
 
 def test_only_quick_jobs_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

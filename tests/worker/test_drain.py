@@ -42,7 +42,7 @@ async def test_what_runs_is_finished_what_waits_is_given_back(app: Holdfast) -> 
     assert not running.done()
     go.set()
     assert await running is Ended.DRAINED
-    assert [await job.result(10) for job in jobs[:2]] == [0, 1]
+    assert [await job.result(60) for job in jobs[:2]] == [0, 1]
     views = [await job.view() for job in jobs[2:]]
     assert [view.state for view in views] == [State.QUEUED, State.QUEUED]
     assert [view.meta.retry_count for view in views] == [0, 0]
@@ -177,7 +177,7 @@ async def test_drained_workers_leave_nothing_running(app: Holdfast) -> None:
 
     before = {thread.name for thread in threading.enumerate()}
     async with working(app):
-        await (await work.submit()).result(10)
+        await (await work.submit()).result(60)
     left = {thread.name for thread in threading.enumerate()} - before
     assert not [name for name in left if name.startswith("holdfast-renewer")]
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []

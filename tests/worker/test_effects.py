@@ -102,10 +102,10 @@ async def test_it_runs_once_and_whoever_comes_later_gets_its_result(app: Holdfas
 
     async with working(app):
         retried, plain = await publish.submit("a"), await publish.submit("b")
-        assert await retried.result(20) == ["published a"] * 2
-        assert await plain.result(20) == ["published b"] * 2
+        assert await retried.result(60) == ["published a"] * 2
+        assert await plain.result(60) == ["published b"] * 2
         again = await publish.submit("a")
-        assert await again.result(20) == ["published a"] * 2
+        assert await again.result(60) == ["published a"] * 2
     assert sorted(world.acts) == ["a", "b"]
 
 
@@ -126,7 +126,7 @@ async def test_duplicates_at_once_on_two_workers_are_one_act(app: Holdfast, worl
         await eventually(lambda: world.acts, "the effect to begin")
         await asyncio.sleep(0.1)
         gate.set()
-        assert [await job.result(20) for job in jobs] == ["X"] * 10
+        assert [await job.result(60) for job in jobs] == ["X"] * 10
     assert world.acts == ["x"]
 
 
@@ -137,7 +137,7 @@ async def test_a_key_belongs_to_a_tenant(app: Holdfast, world: World) -> None:
 
     async with working(app):
         jobs = [await publish.options(tenant_id=name).submit() for name in ("a", "b")]
-        assert [await job.result(20) for job in jobs] == ["published a", "published b"]
+        assert [await job.result(60) for job in jobs] == ["published a", "published b"]
     assert sorted(world.acts) == ["a", "b"]
 
 
@@ -149,7 +149,7 @@ async def test_results_have_their_types_the_first_time_and_later(embedded: Holdf
         return [type(first).__name__, type(second).__name__, str(first == second)]
 
     async with working(embedded):
-        assert await (await charge.submit()).result(20) == ["Receipt", "Receipt", "True"]
+        assert await (await charge.submit()).result(60) == ["Receipt", "Receipt", "True"]
 
 
 async def test_a_plain_function_runs_in_a_thread(embedded: Holdfast, world: World) -> None:
@@ -158,7 +158,7 @@ async def test_a_plain_function_runs_in_a_thread(embedded: Holdfast, world: Worl
         return await ctx.effect("post", world.post, "x")
 
     async with working(embedded):
-        assert (await (await post.submit()).result(20)).startswith("holdfast-effect")
+        assert (await (await post.submit()).result(60)).startswith("holdfast-effect")
 
 
 async def test_a_plain_task_acts_by_the_blocking_door_in_its_own_thread(app: Holdfast, world: World) -> None:
@@ -170,8 +170,8 @@ async def test_a_plain_task_acts_by_the_blocking_door_in_its_own_thread(app: Hol
         return [name, threading.current_thread().name[:12]]
 
     async with working(app):
-        first = await (await post.submit(True)).result(20)
-        second = await (await post.submit(False)).result(20)
+        first = await (await post.submit(True)).result(60)
+        second = await (await post.submit(False)).result(60)
     assert first[0] == second[0]
     assert first[0].startswith("holdfast-job")
     assert world.acts == ["x"]
@@ -286,7 +286,7 @@ async def test_an_exception_that_proves_that_nothing_happened_frees_the_key(app:
         return await ctx.effect.options(not_done=ConnectionRefusedError)("k", refused, "a")
 
     async with working(app):
-        assert await (await publish.submit()).result(20) == "published a"
+        assert await (await publish.submit()).result(60) == "published a"
     assert world.acts == ["refused", "a"]
 
 
@@ -302,7 +302,7 @@ async def test_run_again_acts_at_least_once(app: Holdfast, world: World) -> None
         return await ctx.effect.options(in_doubt="run_again")("k", breaks_once, "a")
 
     async with working(app):
-        assert await (await publish.submit()).result(20) == "second"
+        assert await (await publish.submit()).result(60) == "second"
     assert world.acts == ["a", "a"]
 
 
@@ -325,8 +325,8 @@ async def test_a_check_decides(app: Holdfast, world: World, happened: bool) -> N
         return (await ctx.effect.options(in_doubt=check)("pay", charge, 9)).number
 
     async with working(app):
-        assert await (await pay.submit()).result(20) == (7 if happened else 9)
-        assert await (await pay.submit()).result(20) == (7 if happened else 9)
+        assert await (await pay.submit()).result(60) == (7 if happened else 9)
+        assert await (await pay.submit()).result(60) == (7 if happened else 9)
     assert (asked, world.acts) == (["pay"], [9] if happened else [9, 9])
 
 
@@ -409,7 +409,7 @@ async def test_a_person_resolves_it_and_the_job_goes_on(app: Holdfast, world: Wo
         outcome = Outcome(tenant_id="default", key="k", token=held.token, state=KeyState.DONE, value=value)
         await effects(app).conclude([outcome])
         await app.engine.move(job.queue, job.id, State.QUEUED, actor="me", reason="looked")
-        assert await job.result(20) == "it is there"
+        assert await job.result(60) == "it is there"
     assert world.acts == ["a"]
 
 
@@ -439,7 +439,7 @@ async def test_a_holder_that_comes_back_late_resolves_the_doubt(app: Holdfast, w
             return held is not None and held.state is KeyState.DONE
 
         await eventually(done, "the late end to be recorded")
-        assert await (await publish.submit()).result(20) == "late"
+        assert await (await publish.submit()).result(60) == "late"
     assert world.acts == ["a"]
 
 
@@ -459,7 +459,7 @@ async def test_an_effect_that_was_reserved_again_meanwhile_is_loud(
         return await ctx.effect.options(in_doubt="run_again")("k", slow, "a")
 
     async with working(embedded):
-        assert await (await publish.submit()).result(20) == "number 2"
+        assert await (await publish.submit()).result(60) == "number 2"
         with caplog.at_level(logging.ERROR, "holdfast.effects"):
             gate.set()
             await eventually(lambda: embedded.engine.counts.effect_duplicates, "the duplicate to be counted")
@@ -472,9 +472,9 @@ async def test_an_effect_may_be_used_again_after_its_time(embedded: Holdfast, wo
         return await ctx.effect.options(ttl=timedelta(milliseconds=1))("k", world.publish, "a")
 
     async with working(embedded):
-        await (await publish.submit()).result(20)
+        await (await publish.submit()).result(60)
         await asyncio.sleep(0.01)
-        await (await publish.submit()).result(20)
+        await (await publish.submit()).result(60)
     assert world.acts == ["a", "a"]
 
 
@@ -503,7 +503,7 @@ async def test_a_holder_that_takes_too_long_is_waited_for_without_using_up_retri
 
         await eventually(backed_off, "the second job to back off")
         gate.set()
-        assert [await first.result(20), await second.result(20)] == ["done", "done"]
+        assert [await first.result(60), await second.result(60)] == ["done", "done"]
         (view,) = await embedded.engine.get(second.queue, [second.id])
     assert view is not None
     assert (view.meta.retry_count, world.acts) == (0, ["a"])
@@ -561,7 +561,7 @@ async def test_away_at_the_reservation_nothing_is_done_and_no_retry_used_up(
         assert world.acts == []
         getattr(broken, when).clear()
         # A reservation whose answer was lost is known here to be unused: no doubt comes of it.
-        assert await job.result(20) == "published a"
+        assert await job.result(60) == "published a"
         (view,) = await embedded.engine.get(job.queue, [job.id])
     assert view is not None
     assert (view.meta.retry_count, world.acts) == (0, ["a"])
@@ -579,7 +579,7 @@ async def test_away_between_act_and_record_for_a_moment_is_waited_out(embedded: 
         job = await publish.submit()
         await eventually(lambda: world.acts, "the effect to happen")
         broken.before.clear()
-        assert await job.result(20) == "published a"
+        assert await job.result(60) == "published a"
         (view,) = await embedded.engine.get(job.queue, [job.id])
     assert view is not None
     assert (view.attempt, world.acts) == (1, ["a"])
@@ -616,7 +616,7 @@ async def test_tasks_without_effects_go_on_while_the_ledger_is_away(embedded: Ho
         return ctx.attempt
 
     async with working(embedded):
-        assert await (await plain.submit()).result(20) == 1
+        assert await (await plain.submit()).result(60) == 1
 
 
 # In tests of a user's own --------------------------------------------------------------------------
@@ -656,4 +656,4 @@ async def test_an_outage_that_a_task_raises_still_passes_through(embedded: Holdf
         return ctx.attempt
 
     async with working(embedded):
-        assert await (await down.submit()).result(20) == 3
+        assert await (await down.submit()).result(60) == 3

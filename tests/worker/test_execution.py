@@ -33,12 +33,12 @@ async def test_async_and_plain_functions_run(both: Holdfast) -> None:
         return [text.upper(), threading.current_thread().name]
 
     async with working(both):
-        assert await (await add.submit(1)).result(10) == 2
-        assert await (await add.submit(1, b=2)).result(10) == 3
-        text, thread = await (await shout.submit("hey")).result(10)
+        assert await (await add.submit(1)).result(60) == 2
+        assert await (await add.submit(1, b=2)).result(60) == 3
+        text, thread = await (await shout.submit("hey")).result(60)
         assert (text, thread[:12]) == ("HEY", "holdfast-job")
         jobs = await add.submit_many((number, number) for number in range(1_200))
-        assert [await job.result(10) for job in jobs] == [2 * number for number in range(1_200)]
+        assert [await job.result(60) for job in jobs] == [2 * number for number in range(1_200)]
 
 
 async def test_the_context_tells_about_the_run(both: Holdfast) -> None:
@@ -54,7 +54,7 @@ async def test_the_context_tells_about_the_run(both: Holdfast) -> None:
         anywhere: Any = tell
         options = anywhere.options(tenant_id="acme", idempotency_key="k", trace_id="t", context={"user": "ada"})
         job = await options.submit(word="x")
-        assert await job.result(10) == {
+        assert await job.result(60) == {
             "job_id": job.id,
             "task": "tell",
             "queue": "mail",
@@ -69,7 +69,7 @@ async def test_the_context_tells_about_the_run(both: Holdfast) -> None:
             "word": "x",
         }
         plain = await anywhere.submit("y")
-        assert (await plain.result(10))["idempotency_key"] == plain.id
+        assert (await plain.result(60))["idempotency_key"] == plain.id
 
 
 async def test_a_failure_is_retried_and_its_history_kept(app: Holdfast) -> None:
@@ -84,7 +84,7 @@ async def test_a_failure_is_retried_and_its_history_kept(app: Holdfast) -> None:
 
     async with working(app):
         job = await flaky.submit()
-        assert await job.result(10) == "done"
+        assert await job.result(60) == "done"
     history = await job.history()
     assert [(attempt.number, attempt.outcome) for attempt in history] == [
         (1, "retrying"),
@@ -137,7 +137,7 @@ async def test_whatever_a_task_raises_ends_only_that_attempt(
 
     async with working(app):
         assert await outcome(app, await task.submit()) == (State.FAILED, code)
-        assert await (await fine.submit()).result(10) == "still here"
+        assert await (await fine.submit()).result(60) == "still here"
     assert len(seen) == runs
 
 
@@ -169,7 +169,7 @@ async def test_an_outage_uses_up_no_retries(app: Holdfast) -> None:
         return ctx.retry_count
 
     async with working(app):
-        assert await (await wait_it_out.submit()).result(10) == 0
+        assert await (await wait_it_out.submit()).result(60) == 0
     assert len(runs) == 4
 
 
@@ -203,7 +203,7 @@ async def test_what_does_not_fit_becomes_a_dead_letter_at_once(app: Holdfast) ->
         assert await outcome(app, unknown) == (State.FAILED, "UNKNOWN_TASK")
         assert await outcome(app, positional) == (State.SUCCEEDED, None)
         with pytest.raises(JobFailed, match="import the module that defines it"):
-            await unknown.result(10)
+            await unknown.result(60)
     assert called == [7]
 
 
@@ -254,7 +254,7 @@ async def test_what_a_task_returns_after_its_timeout_counts(app: Holdfast) -> No
         return "never"
 
     async with working(app):
-        assert await (await finish_anyway.submit()).result(10) == "just made it"
+        assert await (await finish_anyway.submit()).result(60) == "just made it"
 
 
 async def test_a_task_that_swallows_its_cancellation_does_not_hang_the_worker(app: Holdfast) -> None:
@@ -274,7 +274,7 @@ async def test_a_task_that_swallows_its_cancellation_does_not_hang_the_worker(ap
         job = await stubborn.submit()
         behind = await next_in_line.submit()
         assert await outcome(app, job) == (State.FAILED, "TASK_TIMEOUT")
-        assert await behind.result(10) == "served"
+        assert await behind.result(60) == "served"
         await eventually(lambda: worker.running == 0)
 
 

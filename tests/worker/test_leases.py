@@ -42,7 +42,7 @@ async def test_a_blocked_event_loop_keeps_its_lease(engine_url: str, namespace: 
         job = await block.submit()
         thief.start()
         try:
-            assert await job.result(30) == "mine"
+            assert await job.result(60) == "mine"
         finally:
             stop.set()
             await asyncio.to_thread(thief.join)
@@ -84,7 +84,7 @@ async def test_a_lost_lease_stops_the_run_and_its_result_counts_for_nothing(
         view = await job.view()
         assert (view.state, view.worker, view.attempt) == (State.RUNNING, "other", 2)
         await app.engine.settle([_settlement(claim, b'"other"')])
-        assert await job.result(10) == "other"
+        assert await job.result(60) == "other"
 
 
 def _settlement(claim: Any, result: bytes) -> Any:
@@ -114,7 +114,7 @@ async def test_a_verdict_after_the_lease_is_refused_and_counted(url: str, clock:
         assert worker.counts.stale_settles == 1
         assert await job.state() is State.RUNNING
         await app.engine.settle([_settlement(claim, b'"other"')])
-        assert await job.result(10) == "other"
+        assert await job.result(60) == "other"
 
 
 async def test_cancelling_a_running_job_stops_it(both: Holdfast) -> None:
@@ -162,7 +162,7 @@ async def test_a_job_can_be_cancelled_before_its_first_step(app: Holdfast, clock
         await app.job(claim.job_id).cancel()
         await eventually(lambda: worker.in_hand == 1, "the waiting job to be dropped")
         go.set()
-        await first.result(10)
+        await first.result(60)
     assert ran == ["first"]
 
 
@@ -181,7 +181,7 @@ async def test_a_lost_lease_is_taken_over_and_run_again(app: Holdfast, clock: Ma
         await app.engine.claim("dead", ["default"], 1, 0)
         clock.advance(31)
         async with working(app) as worker:
-            assert await job.result(10) == 2
+            assert await job.result(60) == 2
             assert worker.counts.reclaimed == 1
 
 
@@ -207,9 +207,9 @@ async def test_a_long_job_leaves_a_heartbeat_each_interval_and_a_short_one_none(
         job = await long.submit()
         await eventually(three, "three heartbeats")
         for _ in range(5):
-            await (await short.submit()).result(10)
+            await (await short.submit()).result(60)
         release.set()
-        await job.result(10)
+        await job.result(60)
     events = await heartbeats()
     assert {(event.job_id, event.attempt) for event in events} == {(job.id, 1)}
     assert both.engine.counts.heartbeats == len(events)
@@ -251,7 +251,7 @@ async def test_a_lease_settled_while_it_is_being_renewed_is_not_counted_as_lost(
 
         monkeypatch.setattr(worker, "lost", hear)
         job = await work.submit()
-        assert await job.result(10) == "done"
+        assert await job.result(60) == "done"
         await eventually(lambda: worker.in_hand == 0)
         settled.set()
         await eventually(lambda: told, "the engine's word that the lease is gone")

@@ -35,12 +35,12 @@ async def test_work_goes_on_after_an_outage(app: Holdfast, faults: Faults) -> No
 
     jobs = await work.submit_many((number,) for number in range(50))
     async with working(app) as worker:
-        await jobs[0].result(10)
+        await jobs[0].result(60)
         faults.down.add("everything")
         await eventually(lambda: not worker.ready, "readiness to be lost")
         faults.down.clear()
         more = await work.submit_many((number,) for number in range(50, 100))
-        assert [await job.result(10) for job in [*jobs, *more]] == list(range(100))
+        assert [await job.result(60) for job in [*jobs, *more]] == list(range(100))
         await eventually(lambda: worker.ready)
         assert worker.counts.reconnects >= 1
     assert sorted(ran) == list(range(100))
@@ -62,7 +62,7 @@ async def test_verdicts_wait_for_the_engine(app: Holdfast, faults: Faults) -> No
         assert await jobs[0].state() is State.RUNNING
         await eventually(lambda: faults.count("settle") >= 3, "the verdicts to be sent again")
         faults.down.clear()
-        assert [await job.result(10) for job in jobs] == list(range(20))
+        assert [await job.result(60) for job in jobs] == list(range(20))
         await eventually(lambda: worker.in_hand == 0)
     assert len(ran) == 20
 
@@ -80,7 +80,7 @@ async def test_leases_of_unsettled_verdicts_are_renewed(app: Holdfast, faults: F
         leases, *_ = next(args for name, args in reversed(faults.calls) if name == "renew")
         assert [lease.job_id for lease in leases] == [job.id]
         faults.down.clear()
-        await job.result(10)
+        await job.result(60)
 
 
 async def test_a_lost_reply_of_settle_is_no_second_end(app: Holdfast, faults: Faults) -> None:
@@ -93,7 +93,7 @@ async def test_a_lost_reply_of_settle_is_no_second_end(app: Holdfast, faults: Fa
         job = await work.submit()
         await eventually(lambda: worker.finished == 1 and worker.in_hand == 0)
         assert faults.count("settle") == 2
-        assert await job.result(10) == "once"
+        assert await job.result(60) == "once"
         assert worker.counts.stale_settles == 0
         assert len(await job.history()) <= 1
 
@@ -110,7 +110,7 @@ async def test_a_lost_reply_of_a_claim_is_found_again(app: Holdfast, faults: Fau
     async with working(app):
         faults.lose_reply.add(method)
         job = await work.submit()
-        assert await job.result(10) == "found"
+        assert await job.result(60) == "found"
         await eventually(lambda: not faults.lose_reply)
     assert attempts == [1]
     assert (await job.view()).attempt == 1
@@ -144,7 +144,7 @@ async def test_a_failure_nobody_foresaw_does_not_end_the_worker(
     jobs = await work.submit_many((number,) for number in range(20))
     async with working(app):
         good = [job for number, job in enumerate(jobs) if number != 13]
-        assert [await job.result(10) for job in good] == [number for number in range(20) if number != 13]
+        assert [await job.result(60) for job in good] == [number for number in range(20) if number != 13]
         assert await jobs[13].state() is State.RUNNING
 
 
@@ -214,7 +214,7 @@ async def test_a_verdict_that_is_refused_again_and_again_does_not_hold_up_the_ot
         await eventually(lambda: len(ran) == 8)
         go.set()
         good = [job for number, job in enumerate(jobs) if number != 3]
-        assert [await job.result(10) for job in good] == [0, 1, 2, 4, 5, 6, 7]
+        assert [await job.result(60) for job in good] == [0, 1, 2, 4, 5, 6, 7]
         await eventually(lambda: worker.in_hand == 0, "the refused verdict to be left to its lease")
         assert await jobs[3].state() is State.RUNNING
         assert sent.count(1) == 3
@@ -243,7 +243,7 @@ async def test_refusals_that_pass_lose_nothing(app: Holdfast, monkeypatch: pytes
     monkeypatch.setattr(inner._engine, "settle", settle)
     async with working(app):
         job = await work.submit()
-        assert await job.result(20) == "settled"
+        assert await job.result(60) == "settled"
     assert ran == [1]
 
 
@@ -257,7 +257,7 @@ async def test_a_job_whose_claim_was_the_first_and_lost_is_stamped_by_the_engine
     before_ms = round(time.time() * 1000) - 60_000
     faults.lose_reply.add("claim")
     async with working(app):
-        await job.result(10)
+        await job.result(60)
     assert not faults.lose_reply
     settled = [settlement for name, args in faults.calls if name == "settle" for settlement in args[0]]
     assert [settlement.finished_at_ms > before_ms for settlement in settled] == [True]

@@ -39,20 +39,20 @@ async def failure(app: Holdfast, job: Any) -> tuple[State, str, str]:
 async def test_jobs_run_in_children_that_are_used_again(app: Holdfast) -> None:
     async with working(app):
         first = await tasks.pid.submit("ä")
-        pid, word, job_id = await first.result(20)
+        pid, word, job_id = await first.result(60)
         child = ProcessId.of(pid)
         assert (word, job_id) == ("ä", first.id)
         assert pid != os.getpid()
-        assert (await (await tasks.pid.submit("b")).result(20))[0] == pid
-        assert await (await tasks.nap.submit(0)).result(20) == pid
-        assert await (await tasks.big.submit(500_000)).result(20) == "x" * 500_000
+        assert (await (await tasks.pid.submit("b")).result(60))[0] == pid
+        assert await (await tasks.nap.submit(0)).result(60) == pid
+        assert await (await tasks.big.submit(500_000)).result(60) == "x" * 500_000
     await eventually(lambda: not child.is_running(), "the child to end with its worker")
 
 
 async def test_children_run_side_by_side(app: Holdfast, tmp_path: Path) -> None:
     async with working(app):
         jobs = [await tasks.meet.submit(str(tmp_path), 3) for _ in range(3)]
-        assert len({await job.result(20) for job in jobs}) == 3
+        assert len({await job.result(60) for job in jobs}) == 3
 
 
 @pytest.mark.parametrize("task", [tasks.hang, tasks.hold_everything], ids=lambda task: task.name)
@@ -64,7 +64,7 @@ async def test_a_child_is_killed_when_its_time_is_up(app: Holdfast, tmp_path: Pa
         child = ProcessId.parse(note.read_text())
         assert not child.is_running()
         await eventually(lambda: worker.running == 0)
-        await (await tasks.pid.submit("x")).result(20)
+        await (await tasks.pid.submit("x")).result(60)
         assert not child.is_running()
 
 
@@ -110,11 +110,11 @@ async def test_a_child_that_is_killed_from_outside_says_so(app: Holdfast, tmp_pa
 
 async def test_a_child_that_died_at_rest_is_not_charged_to_the_next_job(app: Holdfast) -> None:
     async with working(app):
-        child = ProcessId.of((await (await tasks.pid.submit("a")).result(20))[0])
+        child = ProcessId.of((await (await tasks.pid.submit("a")).result(60))[0])
         os.kill(child.pid, signal.SIGKILL)
         await eventually(lambda: not child.is_running())
         job = await tasks.pid.submit("b")
-        await job.result(20)
+        await job.result(60)
         assert (await job.view()).attempt == 1
 
 
@@ -153,7 +153,7 @@ def test_tasks_of_a_script_run_in_children_too(tmp_path: Path, url: str) -> None
                 worker = Worker(app)
                 running = asyncio.create_task(worker.run())
                 job = await where.submit()
-                print("child" if await job.result(20) != os.getpid() else "same")
+                print("child" if await job.result(60) != os.getpid() else "same")
                 worker.drain()
                 await running
 

@@ -76,10 +76,10 @@ async def test_a_recorded_step_does_not_run_again(app: Holdfast) -> None:
         return [type(draft).__name__, draft.text]
 
     async with working(app):
-        assert await (await article.submit("hello")).result(20) == ["Draft", "hello!"]
+        assert await (await article.submit("hello")).result(60) == ["Draft", "hello!"]
         assert runs == ["write", "check"]
         # Another job has steps of its own.
-        await (await article.submit("hello")).result(20)
+        await (await article.submit("hello")).result(60)
     assert runs == ["write", "check"] * 2
 
 
@@ -98,7 +98,7 @@ async def test_steps_of_a_plain_task(app: Holdfast) -> None:
         return draft.text
 
     async with working(app):
-        assert await (await article.submit()).result(20) == "x"
+        assert await (await article.submit()).result(60) == "x"
     assert runs == ["write"]
 
 
@@ -141,7 +141,7 @@ async def test_a_step_that_fails_is_not_recorded(embedded: Holdfast) -> None:
         return await ctx.step("flaky", flaky)
 
     async with working(embedded):
-        assert await (await article.submit()).result(20) == 2
+        assert await (await article.submit()).result(60) == 2
 
 
 async def test_steps_at_the_same_time_have_the_order_of_their_calls(embedded: Holdfast) -> None:
@@ -160,7 +160,7 @@ async def test_steps_at_the_same_time_have_the_order_of_their_calls(embedded: Ho
         return list(found)
 
     async with working(embedded):
-        assert await (await fan_out.submit()).result(20) == [0, 1, 2]
+        assert await (await fan_out.submit()).result(60) == [0, 1, 2]
     assert sorted(runs) == [0, 1, 2]
 
 
@@ -243,7 +243,7 @@ async def test_a_sleeping_job_takes_up_no_worker_and_begins_anew_when_it_is_time
         clock.advance(60)
         await drain(app)
         assert seen[3:] == [(3, "before"), (3, "between"), (3, "after")]
-        assert await job.result(20) == 0
+        assert await job.result(60) == 0
 
 
 async def test_a_short_sleep_is_waited_for_and_not_slept_again(app: Holdfast) -> None:
@@ -255,7 +255,7 @@ async def test_a_short_sleep_is_waited_for_and_not_slept_again(app: Holdfast) ->
         return ctx.attempt
 
     async with working(app):
-        assert await (await nap.submit()).result(20) == 2
+        assert await (await nap.submit()).result(60) == 2
 
 
 async def test_a_long_sleep_on_a_real_worker(app: Holdfast) -> None:
@@ -271,7 +271,7 @@ async def test_a_long_sleep_on_a_real_worker(app: Holdfast) -> None:
 
     async with working(app):
         jobs = [await nap.submit(), await blocking_nap.submit()]
-        assert [await job.result(20) for job in jobs] == [2, 2]
+        assert [await job.result(60) for job in jobs] == [2, 2]
 
 
 async def test_in_a_task_group_the_first_to_wake_decides(embedded: Holdfast) -> None:

@@ -46,7 +46,7 @@ async def test_each_call_has_its_own_options(place: Holdfast, work: Task[..., st
             (5, "e"),
         ]
     )
-    assert [await job.result(20) for job in jobs] == [
+    assert [await job.result(60) for job in jobs] == [
         "1  acme ada",
         "2 b acme ada",
         "3  other ada",
@@ -67,7 +67,7 @@ async def test_known_keys_are_reported_in_the_order_of_the_calls(place: Holdfast
     )
     assert [job.duplicate for job in jobs] == [False, True, False, True, False, True]
     assert (jobs[1].id, jobs[5].id, jobs[3].id) == (first.id, first.id, jobs[0].id)
-    assert await jobs[5].result(20) == "0 first default "
+    assert await jobs[5].result(60) == "0 first default "
     # The whole submission can be repeated.
     again = await work.submit_many(
         work.options(idempotency_key=key).bind(number, "later") for number, key in enumerate(keys) if key
@@ -98,7 +98,7 @@ async def test_a_delayed_call_waits_and_the_others_do_not(both: Holdfast, work: 
                 work.options(run_at=datetime(2999, 1, 1, tzinfo=UTC)).bind(3),
             ]
         )
-        assert await now.result(20) == "1  acme "
+        assert await now.result(60) == "1  acme "
         assert [await job.state() for job in (later, at)] == [State.QUEUED, State.QUEUED]
         assert (await at.view()).next_attempt_at_ms > (await later.view()).next_attempt_at_ms > 0
         assert (await later.view()).tenant_id == "acme"

@@ -17,6 +17,7 @@ from holdfast.errors import (
     Forbidden,
     HoldfastError,
     IntakeRefused,
+    LedgerRefused,
     NotDurableYet,
     SchemaMismatch,
     TransitionInvalid,
@@ -54,7 +55,7 @@ class ExitCode(IntEnum):
 def exit_code(error: HoldfastError) -> ExitCode:
     """The code for an error."""
     match error:
-        case UsageError() | SchemaMismatch() | Unknown():
+        case UsageError() | SchemaMismatch() | Unknown() | LedgerRefused():
             return ExitCode.USAGE
         case Unavailable() | IntakeRefused():
             return ExitCode.UNAVAILABLE

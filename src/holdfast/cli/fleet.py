@@ -64,8 +64,8 @@ async def supervise(app: Holdfast, call: WorkerCall, processes: int) -> None:
     """Run them until told to stop. An app, an engine or an extra that is not there is reported here, once."""
     if call.upkeep and app.settings.delivers:
         require("sending webhooks", "httpcore")
-    await app.open()
-    await app.close()
+    async with app:
+        app.require_ledger()
     supervisor = Supervisor(call.words, processes, app.settings.drain_grace_s)
     with on_signals(supervisor.stop):
         _log.info("supervisor started: %d worker processes on %s", processes, redact(app.settings.url))

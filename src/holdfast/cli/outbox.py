@@ -20,7 +20,8 @@ from holdfast.cli.run import Level, LogJson, LogLevel, MetricsHost, MetricsPort,
 from holdfast.cli.staying import staying
 from holdfast.cli.who import who
 from holdfast.core.person import Person
-from holdfast.errors import InvalidOption, NoLedger
+from holdfast.errors import InvalidOption, LedgerRefused, LedgerUnavailable, NoLedger
+from holdfast.ledger.factory import OutboxDoor
 from holdfast.ledger.outbox_store import OutboxEvent, Status
 from holdfast.outbox.office import Events
 from holdfast.upkeep.relaying import Relaying
@@ -148,12 +149,26 @@ async def relay(
     log_to_stderr(log_level, as_json=log_json)
     async with _app(at, app) as holdfast:
         assert holdfast.outbox_port is not None
+        await _check_database(holdfast, holdfast.outbox_port)
         relaying = Relaying(holdfast, holdfast.outbox_port)
         with staying(relaying.stop):
             _log.info("relay started: destinations %s", ", ".join(relaying.destinations))
             async with metrics(holdfast, metrics_host, metrics_port):
                 await relaying.run()
     _log.info("relay ended")
+
+
+async def _check_database(app: Holdfast, outbox: OutboxDoor) -> None:
+    """Raise `LedgerRefused`; a database that does not answer is waited for."""
+    if app.settings.outbox_url is None:
+        app.require_ledger()
+        return
+    try:
+        await outbox.open()
+    except LedgerUnavailable as exc:
+        if isinstance(exc, LedgerRefused):
+            raise
+        _log.warning("the outbox's database does not answer yet: %s", exc)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -13,9 +13,13 @@ from holdfast.cli.output import emit_json, emit_rows, on_terminal
 from holdfast.cli.who import at_work
 from holdfast.core.states import FINAL, State
 from holdfast.engine.port import Control, TenantControl
-from holdfast.errors import InvalidOption
+from holdfast.errors import InvalidOption, Unknown
 from holdfast.options import check_name
 from holdfast.people.views import QueueView
+
+if TYPE_CHECKING:
+    from holdfast.core.person import Person
+    from holdfast.offices import Offices
 
 queues = typer.Typer(help="How full queues are; pause, limit and resume them.", no_args_is_help=True)
 
@@ -27,6 +31,7 @@ Names = Annotated[list[str], typer.Argument(metavar="QUEUE...", help="One or mor
 Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue.")]
 Limit = Annotated[str, typer.Argument(metavar="N", help="A number, or none.")]
 Intake = Annotated[bool, typer.Option("--intake", help="New submissions, not the work on what is there.")]
+New = Annotated[bool, typer.Option("--new", help="Also a queue that no job was ever submitted to.")]
 Reason = Annotated[str, typer.Option(help="Why; kept in the log.")]
 
 
@@ -56,11 +61,11 @@ def _show(found: Sequence[QueueView], *, as_json: bool) -> None:
     examples=("holdfast queues pause mail --reason 'the server moves'", "holdfast queues pause mail --intake"),
 )
 async def pause(
-    at: Connection, names: Names, intake: Intake = False, reason: Reason = "", as_json: AsJson = False
+    at: Connection, names: Names, intake: Intake = False, new: New = False, reason: Reason = "", as_json: AsJson = False
 ) -> None:
     """Workers take nothing more from the queue; what runs goes on. With --intake new jobs are refused instead."""
     verb, change = ("pause_intake", {"intake_paused": True}) if intake else ("pause", {"paused": True})
-    await _control(at, names, verb, reason, change, as_json=as_json)
+    await _control(at, names, verb, reason, change, new=new, as_json=as_json)
 
 
 @command(
@@ -69,11 +74,11 @@ async def pause(
     examples=("holdfast queues resume mail", "holdfast queues resume mail --intake"),
 )
 async def resume(
-    at: Connection, names: Names, intake: Intake = False, reason: Reason = "", as_json: AsJson = False
+    at: Connection, names: Names, intake: Intake = False, new: New = False, reason: Reason = "", as_json: AsJson = False
 ) -> None:
     """Workers take jobs from the queue again; with --intake new jobs are accepted again."""
     verb, change = ("resume_intake", {"intake_paused": False}) if intake else ("unpause", {"paused": False})
-    await _control(at, names, verb, reason, change, as_json=as_json)
+    await _control(at, names, verb, reason, change, new=new, as_json=as_json)
 
 
 @command(
@@ -84,9 +89,11 @@ async def resume(
         "holdfast queues limit mail none",
     ),
 )
-async def limit(at: Connection, name: Name, most: Limit, reason: Reason = "", as_json: AsJson = False) -> None:
+async def limit(
+    at: Connection, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
     """New jobs are refused while so many are in line or running."""
-    await _control(at, [name], "limit", reason, {"intake_limit": _number(most, "N")}, as_json=as_json)
+    await _control(at, [name], "limit", reason, {"intake_limit": _number(most, "N")}, new=new, as_json=as_json)
 
 
 @command(
@@ -94,9 +101,11 @@ async def limit(at: Connection, name: Name, most: Limit, reason: Reason = "", as
     "concurrency",
     examples=("holdfast queues concurrency mail 5", "holdfast queues concurrency mail none"),
 )
-async def concurrency(at: Connection, name: Name, most: Limit, reason: Reason = "", as_json: AsJson = False) -> None:
+async def concurrency(
+    at: Connection, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
     """How many jobs of the queue each worker process runs at a time; all workers follow within seconds."""
-    await _control(at, [name], "concurrency", reason, {"concurrency": _number(most, "N")}, as_json=as_json)
+    await _control(at, [name], "concurrency", reason, {"concurrency": _number(most, "N")}, new=new, as_json=as_json)
 
 
 @command(
@@ -104,9 +113,11 @@ async def concurrency(at: Connection, name: Name, most: Limit, reason: Reason = 
     "alert",
     examples=("holdfast queues alert mail 5000", "holdfast queues alert mail none"),
 )
-async def alert(at: Connection, name: Name, most: Limit, reason: Reason = "", as_json: AsJson = False) -> None:
+async def alert(
+    at: Connection, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
     """So many jobs in line or running raise an alert; none leaves it to the settings."""
-    await _control(at, [name], "alert", reason, {"backlog_alert": _number(most, "N")}, as_json=as_json)
+    await _control(at, [name], "alert", reason, {"backlog_alert": _number(most, "N")}, new=new, as_json=as_json)
 
 
 @command(
@@ -134,6 +145,7 @@ async def tenant(
         str | None,
         typer.Option(metavar="N", help="New jobs are refused while it has so many, or none.", show_default=False),
     ] = None,
+    new: New = False,
     reason: Reason = "",
     as_json: AsJson = False,
 ) -> None:
@@ -148,21 +160,33 @@ async def tenant(
     check_name(name, "queue")
     check_name(tenant_id, "tenant")
     async with at_work(at) as (offices, person):
+        await _require(offices, person, [name], new=new)
         control = await offices.operating.change_tenant(person, name, tenant_id, reason=reason, **changes)
     _print({name: control}, as_json=as_json)
 
 
 async def _control(
-    at: Connection, names: list[str], verb: str, reason: str, change: dict[str, Any], *, as_json: bool
+    at: Connection, names: list[str], verb: str, reason: str, change: dict[str, Any], *, new: bool, as_json: bool
 ) -> None:
     for name in names:
         check_name(name, "queue")
     async with at_work(at) as (offices, person):
+        await _require(offices, person, names, new=new)
         changed = {
             name: await offices.operating.change_control(person, name, reason=reason, verb=verb, **change)
             for name in names
         }
     _print(changed, as_json=as_json)
+
+
+async def _require(offices: Offices, person: Person, names: list[str], *, new: bool) -> None:
+    """All of them before any is changed."""
+    for name in names:
+        if not new:
+            try:
+                await offices.operating.require_queue(person, name)
+            except Unknown as exc:
+                raise Unknown("queue", name[:200], f"{exc.advice}; add --new for a queue that is to come") from exc
 
 
 def _print(changed: dict[str, Control], *, as_json: bool) -> None:

@@ -116,6 +116,7 @@ async def dev(
     """
     log_to_stderr(log_level, as_json=False)
     async with at.app(app) as holdfast:
+        holdfast.require_ledger()
         queues = _queues(holdfast, queue)
         worker = Worker(holdfast, queues=queues, concurrency=concurrency)
         with staying(worker.drain):
@@ -174,6 +175,7 @@ async def worker(
         await supervise(holdfast, call, processes)
         return
     async with holdfast:
+        holdfast.require_ledger()
         queues = _queues(holdfast, queue)
         work = Worker(holdfast, queues=queues, concurrency=concurrency, upkeep=not no_upkeep, name=name)
         with staying(work.drain):
@@ -209,6 +211,7 @@ async def upkeep(
     log_to_stderr(log_level, as_json=log_json)
     holdfast = at.app(app) if app else Holdfast(settings=at.settings())
     async with holdfast:
+        holdfast.require_ledger()
         queues = _queues(holdfast, queue) if app or queue else []
         keeper = Upkeep(holdfast.engine, queues, holdfast.settings, holdfast.ledger_port)
         with staying(keeper.stop):

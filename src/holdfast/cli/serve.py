@@ -16,7 +16,7 @@ from holdfast.cli.redact import redact
 from holdfast.cli.run import Level, LogJson, LogLevel
 from holdfast.cli.staying import staying
 from holdfast.cli.who import local_person
-from holdfast.errors import LedgerUnavailable, NoLedger, UsageError
+from holdfast.errors import EngineUnavailable, LedgerUnavailable, NoLedger, UsageError
 from holdfast.offices import Offices
 
 _log: Final = logging.getLogger("holdfast.cli")
@@ -84,8 +84,7 @@ async def serve(
         )
     holdfast = at.some_app(app)
     works = _works(holdfast, app, worker, dev=dev)
-    if not dev:
-        await _check_tokens(holdfast)
+    await (_check_ledger(holdfast) if dev else _check_tokens(holdfast))
     api = create_api(holdfast, dev=dev, worker=works, upkeep=upkeep)
     try:
         sock = bind(host, port)
@@ -110,11 +109,21 @@ def _works(app: Holdfast, reference: str | None, asked: bool | None, *, dev: boo
     return wanted
 
 
+async def _check_ledger(app: Holdfast) -> None:
+    """Raise `LedgerRefused`; stores that do not answer are waited for."""
+    try:
+        async with app:
+            app.require_ledger()
+    except EngineUnavailable as exc:
+        _log.warning("the engine cannot be reached yet: %s", exc)
+
+
 async def _check_tokens(app: Holdfast) -> None:
     """A service that nobody can use is a mistake that is better told now."""
     if app.settings.ledger is None and not app.settings.embedded:
         raise NoLedger("a server that knows who asks (tokens are kept there)")
     async with app:
+        app.require_ledger()
         offices = Offices.of(app)
         try:
             rows = await offices.tokens.list(local_person())

@@ -76,6 +76,7 @@ async def run(
     log_to_stderr(log_level, as_json=log_json)
     entries = load(file)
     async with at.some_app(app) as holdfast:
+        holdfast.require_ledger()
         triggers = Triggers(holdfast, entries)
         if holdfast.ledger_port is None:
             _log.warning(

@@ -28,6 +28,7 @@ MESSAGE_MALFORMED: Final = "MESSAGE_MALFORMED"
 MESSAGE_GONE: Final = "MESSAGE_GONE"
 #: Of a job that was submitted in a transaction: its event was given up, and the engine never had it.
 OUTBOX_DEAD: Final = "OUTBOX_DEAD"
+EFFECT_NOT_AWAITED: Final = "EFFECT_NOT_AWAITED"
 PROCESS_DIED: Final = "PROCESS_DIED"
 CANCELLED: Final = "CANCELLED"
 GUARD_DENIED: Final = "GUARD_DENIED"

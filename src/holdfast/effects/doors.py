@@ -17,6 +17,7 @@ from holdfast.errors import Unavailable, UsageError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Begin = Callable[[str, Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
 ExceptionTypes = type[BaseException] | tuple[type[BaseException], ...]
 
 _DEFAULTS: Final = EffectOptions()
@@ -27,11 +28,13 @@ _LOOK_S: Final = 1.0
 class EffectCall:
     """`await ctx.effect(key, function, *args)`, or with options `await ctx.effect.options(…)(key, function, *args)`."""
 
-    __slots__ = ("_options", "_scope")
+    __slots__ = ("_begin", "_options", "_scope")
 
-    def __init__(self, scope: Scope, options: EffectOptions = _DEFAULTS) -> None:
+    def __init__(self, scope: Scope, options: EffectOptions = _DEFAULTS, *, begin: Begin) -> None:
+        """`begin` is told of every effect that is to be awaited."""
         self._scope = scope
         self._options = options
+        self._begin = begin
 
     @overload
     def __call__(
@@ -43,7 +46,8 @@ class EffectCall:
     ) -> Coroutine[Any, Any, R]: ...
     def __call__(self, key: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the function once for this key of the tenant, whoever calls, and however often; its recorded result."""
-        return Effect(self._scope, self._options, key, function, args, kwargs).run()
+        effect = Effect(self._scope, self._options, key, function, args, kwargs)
+        return self._begin(f"ctx.effect({key!r})", effect.run())
 
     def options(
         self, *, in_doubt: InDoubt = "suspend", not_done: ExceptionTypes = (), ttl: Duration | None = None
@@ -55,7 +59,7 @@ class EffectCall:
         `not_done`: exceptions that prove that nothing happened; the key is free again.
         `ttl`: the key may be used again so long after the effect; without it, never.
         """
-        return EffectCall(self._scope, make_options(in_doubt, not_done, ttl))
+        return EffectCall(self._scope, make_options(in_doubt, not_done, ttl), begin=self._begin)
 
 
 class BlockingEffectCall:

@@ -7,6 +7,7 @@ after. It works while the ledger is down, and without one. What is of another te
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -16,7 +17,7 @@ from holdfast.core.person import Person, Right
 from holdfast.core.states import OPERATOR_PREFIX, State
 from holdfast.core.story import BrokenStory, fold
 from holdfast.engine.port import Control, Engine, PartlyDone, TenantControl, WorkerView
-from holdfast.errors import ControlChanged, LedgerUnavailable, NoLedger, TransitionInvalid, UnknownJob
+from holdfast.errors import ControlChanged, LedgerUnavailable, NoLedger, TransitionInvalid, Unknown, UnknownJob
 from holdfast.people.reaching import find_among, unreached
 from holdfast.people.scope import check_reason, scope
 from holdfast.people.views import QueueView, narrowed, own_control, whole
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Somebody else is faster so often only if a program fights us.
 _TRIES: Final = 20
+#: Names that are shown instead of an unknown one.
+_NEAREST: Final = 3
 
 
 class Operating:
@@ -96,6 +99,21 @@ class Operating:
         return view.state
 
     # Queues ----------------------------------------------------------------------------------------
+
+    async def require_queue(self, person: Person, queue: str) -> None:
+        """Raise `Unknown`, with the nearest names, for a queue that has no job, no worker and no control, and had none.
+
+        What an unreachable part of the engine would have to say raises `EngineUnavailable`.
+        """
+        self._check_queues(person)
+        stats = await self._engine.stats(queue)
+        if queue == DEFAULT_QUEUE or stats.workers or any(stats.states.values()) or stats.control != Control():
+            return
+        names = await self._engine.queues()
+        if queue not in names:
+            nearest = get_close_matches(queue, names, _NEAREST)
+            advice = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
+            raise Unknown("queue", queue[:200], f"{advice}no job was ever submitted to it")
 
     async def change_control(self, person: Person, queue: str, *, reason: str, verb: str, **changes: Any) -> Control:
         """The queue's controls with these changes; others' changes of the same moment are kept.

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from holdfast.brokers.factory import connection_model
+from holdfast.environment import mark_read
 from holdfast.errors import InvalidOption
 from holdfast.triggers.config import AdapterConfig, TriggerEntry
 
@@ -150,6 +151,7 @@ class _Reading:
             if name is None:
                 self._add(place, "${ begins a variable: write ${NAME} or ${NAME:-text}, or $${ for ${ itself")
                 return ""
+            mark_read(name)
             value = self._environment.get(name)
             if match["default"] is not None:
                 return value or match["text"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import signal
 import socket
@@ -74,6 +75,8 @@ def main(descriptor: int) -> None:
     """Serve until the parent closes its end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # The worker has reported the same environment.
+    logging.getLogger("holdfast.settings").setLevel(logging.ERROR)
     connection = socket.socket(fileno=descriptor)
     orders: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, orders), daemon=True).start()

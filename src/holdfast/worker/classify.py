@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from holdfast.core.job import Failure
 from holdfast.core.verdict import (
     DEPENDENCY_UNAVAILABLE,
+    EFFECT_NOT_AWAITED,
     GUARD_DENIED,
     PROCESS_DIED,
     TASK_ERROR,
@@ -95,6 +96,14 @@ def misfit(exc: Exception) -> Raised:
 def bad_result(exc: Exception) -> Raised:
     """The function ran, but what it returned cannot be kept. Running it again would give the same."""
     return Raised(Kind.FATAL, failure(_payload_code(exc), exc), exc)
+
+
+def not_awaited(calls: Sequence[str], is_async: bool) -> Raised:
+    """The function returned before what it had begun was done. Running it again would be no better."""
+    advice = "write `await`" if is_async else "use ctx.blocking in a plain function"
+    more = f" (and {len(calls) - 1} more)" if len(calls) > 1 else ""
+    message = f"{calls[0]} when the function returned{more}; {advice}"
+    return Raised(Kind.FATAL, Failure(EFFECT_NOT_AWAITED, _said(message)))
 
 
 def unknown_task(task: str, known: tuple[str, ...]) -> Raised:

@@ -20,6 +20,7 @@ from holdfast.effects.steps import Steps
 from holdfast.effects.tools import Scope, Tools
 from holdfast.errors import RunOver, UsageError
 from holdfast.guard.asking import consent_or_ask
+from holdfast.worker.awaiting import Begun
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,13 +29,15 @@ R = TypeVar("R")
 class Context:
     """One run of one job, as its function sees it."""
 
-    __slots__ = ("_claim", "_made_at", "_own_scope", "_steps", "cancelled")
+    __slots__ = ("_claim", "_made_at", "_own_scope", "_steps", "begun", "cancelled")
 
     def __init__(self, claim: Claim, tools: Tools | None = None) -> None:
         self._claim = claim
         self._made_at = time.monotonic()
         self._own_scope = None if tools is None else Scope(claim, tools)
         self._steps: Steps | None = None
+        #: What the function has begun, to be awaited before it returns.
+        self.begun = Begun()
         #: True once the run is over from outside: cancelled, out of time, lease lost, or the worker drains.
         #: An async task is cancelled as well; a function in a thread has to look here, nobody can stop it.
         self.cancelled = False
@@ -106,7 +109,7 @@ class Context:
         Whoever comes second gets the recorded result. If nobody knows whether it happened (a crash, an exception, a
         timeout), the job is suspended; `ctx.effect.options(in_doubt=…)` says otherwise.
         """
-        return EffectCall(self._scope("effect"))
+        return EffectCall(self._scope("effect"), begin=self.begun.add)
 
     def transaction(
         self,
@@ -124,7 +127,7 @@ class Context:
         """
         if not _on_loop():
             raise UsageError("ctx.transaction is awaited: make the task an `async def`; a plain one has no event loop")
-        return self._transaction(database, key, function, args, kwargs)
+        return self.begun.add(f"ctx.transaction({key!r})", self._transaction(database, key, function, args, kwargs))
 
     async def _transaction(
         self,
@@ -153,19 +156,19 @@ class Context:
     ) -> Coroutine[Any, Any, R]: ...
     def step(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A checkpoint: on a retry its recorded result comes back, and the function does not run again."""
-        return self._own_steps().step(name, function, args, kwargs)
+        return self.begun.add(f"ctx.step({name!r})", self._own_steps().step(name, function, args, kwargs))
 
-    async def sleep(self, duration: Duration) -> None:
+    def sleep(self, duration: Duration) -> Coroutine[Any, Any, None]:
         """Sleep for seconds, or a `timedelta`; the job is given back meanwhile, and begins anew when it is time.
 
         Sleeps and steps that are behind it are not taken again. The attempt ends in an exception that is no
         `Exception`: `finally` blocks run, `except Exception` does not see it.
         """
-        await self._own_steps().sleep(duration)
+        return self.begun.add("ctx.sleep", self._own_steps().sleep(duration))
 
-    async def approval(
+    def approval(
         self, name: str, details: Any = None, *, reason: str = "", quorum: int = 1, deadline: Duration | None = None
-    ) -> Consent:
+    ) -> Coroutine[Any, Any, Consent]:
         """People's yes to the question `name`, with the details that they are shown (JSON).
 
         Until `quorum` different people have said it the job is given back, and begins anew then; steps that are
@@ -173,7 +176,11 @@ class Context:
         details: with others it is another question, so take what you show from a step. As with `sleep`, the attempt
         ends in an exception that is no `Exception`.
         """
-        return self._ask(name, details, reason=reason, quorum=quorum, deadline=deadline)
+        asking = self._approval(name, details, reason=reason, quorum=quorum, deadline=deadline)
+        return self.begun.add(f"ctx.approval({name!r})", asking)
+
+    async def _approval(self, name: str, details: Any, **options: Any) -> Consent:
+        return self._ask(name, details, **options)
 
     @property
     def blocking(self) -> Blocking:

@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.core.job import Claim
 from holdfast.core.verdict import Outcome, Returned
 from holdfast.errors import InvalidPayload
-from holdfast.worker.classify import bad_result, ended, misfit
+from holdfast.worker.classify import bad_result, ended, misfit, not_awaited
 from holdfast.worker.context import Context
 from holdfast.worker.plan import Plan
 
@@ -25,8 +25,9 @@ async def perform(plan: Plan, claim: Claim, context: Context | None) -> Outcome:
     try:
         value = await plan.function(**arguments)
     except BaseException as exc:  # noqa: BLE001 - the user's code
+        _end(context)
         return ended(exc, plan.policy)
-    return _returned(plan, value)
+    return _returned(plan, value, _end(context))
 
 
 def perform_sync(plan: Plan, claim: Claim, context: Context | None) -> Outcome:
@@ -38,11 +39,21 @@ def perform_sync(plan: Plan, claim: Claim, context: Context | None) -> Outcome:
     try:
         value = plan.function(**arguments)
     except BaseException as exc:  # noqa: BLE001 - the user's code
+        _end(context)
         return ended(exc, plan.policy)
-    return _returned(plan, value)
+    return _returned(plan, value, _end(context))
 
 
-def _returned(plan: Plan, value: Any) -> Outcome:
+def _end(context: Context | None) -> list[str]:
+    """What the function has begun and not awaited."""
+    return [] if context is None else context.begun.end()
+
+
+def _returned(plan: Plan, value: Any, left: list[str]) -> Outcome:
+    if left:
+        if inspect.iscoroutine(value):
+            value.close()
+        return not_awaited(left, inspect.iscoroutinefunction(plan.function))
     try:
         if inspect.iscoroutine(value):
             value.close()

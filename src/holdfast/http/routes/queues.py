@@ -89,13 +89,19 @@ class QueuesQuery(Request, frozen=True, kw_only=True):
     queue: tuple[Name, ...] = ()
 
 
-class Number(Wish, frozen=True, kw_only=True):
+class QueueWish(Wish, frozen=True, kw_only=True):
+    """Why, and whether the queue may be one that no job was ever submitted to."""
+
+    new: bool = False
+
+
+class Number(QueueWish, frozen=True, kw_only=True):
     """A number, or null for no limit of an operator's."""
 
     value: Positive | None
 
 
-class TenantWish(Wish, frozen=True, kw_only=True):
+class TenantWish(QueueWish, frozen=True, kw_only=True):
     """What is not named stays as it is; null takes a limit away."""
 
     weight: Annotated[float, Meta(ge=1, le=100, multiple_of=1)] | UnsetType = UNSET
@@ -130,7 +136,7 @@ async def list_queues(call: Call) -> Reply:
 
 
 async def _change(call: Call, verb: str, **changes: Any) -> Reply:
-    queue, wish = _named(call), call.body
+    queue, wish = await _known(call), call.body
     control = await call.service.offices.operating.change_control(
         call.person, queue, reason=wish.reason, verb=verb, **changes
     )
@@ -153,25 +159,25 @@ def _lever(path: str, operation_id: str, body: type[msgspec.Struct], example: di
     )
 
 
-@_lever("pause", "pauseQueue", Wish, {})
+@_lever("pause", "pauseQueue", QueueWish, {})
 async def pause(call: Call) -> Reply:
     """Pause a queue: workers take nothing more from it; what runs goes on."""
     return await _change(call, "pause", paused=True)
 
 
-@_lever("resume", "resumeQueue", Wish, {})
+@_lever("resume", "resumeQueue", QueueWish, {})
 async def resume(call: Call) -> Reply:
     """Let workers take jobs from a queue again."""
     return await _change(call, "unpause", paused=False)
 
 
-@_lever("intake/pause", "pauseIntake", Wish, {})
+@_lever("intake/pause", "pauseIntake", QueueWish, {})
 async def pause_intake(call: Call) -> Reply:
     """Refuse new jobs; what is there is worked on."""
     return await _change(call, "pause_intake", intake_paused=True)
 
 
-@_lever("intake/resume", "resumeIntake", Wish, {})
+@_lever("intake/resume", "resumeIntake", QueueWish, {})
 async def resume_intake(call: Call) -> Reply:
     """Accept new jobs again."""
     return await _change(call, "resume_intake", intake_paused=False)
@@ -198,7 +204,7 @@ async def set_alert(call: Call) -> Reply:
 @_lever("tenants/{tenant_id}", "setTenant", TenantWish, {"weight": 2, "concurrency": 10})
 async def set_tenant(call: Call) -> Reply:
     """One tenant's share of a queue: weight beside others, limits of its own."""
-    queue, wish = _named(call), call.body
+    queue, wish = await _known(call), call.body
     changes = {
         name: _whole(value)
         for name in ("weight", "concurrency", "intake_limit")
@@ -228,6 +234,17 @@ async def list_workers(call: Call) -> Reply:
     query: QueuesQuery = call.query
     views = await call.service.offices.operating.workers(call.person, query.queue)
     return Reply(WorkerList(workers=[_worker(view) for view in views]))
+
+
+async def _known(call: Call) -> str:
+    """The queue of the path; `Unknown` for one that never had a job, unless the request says that it is new."""
+    queue = _named(call)
+    if not call.body.new:
+        try:
+            await call.service.offices.operating.require_queue(call.person, queue)
+        except Unknown as exc:
+            raise Unknown("queue", exc.name, f'{exc.advice}; send "new": true for a queue that is to come') from exc
+    return queue
 
 
 def _whole(number: float | None) -> int | None:

@@ -10,7 +10,7 @@ from typing import Final
 
 import asyncpg
 
-from holdfast.errors import HoldfastError, LedgerUnavailable
+from holdfast.errors import HoldfastError, LedgerRefused, LedgerUnavailable
 
 #: What a driver raises when the connection is gone. asyncpg's internal error: the server's farewell came between two
 #: statements, and the end of the connection is still on its way.
@@ -48,6 +48,8 @@ _ADVICE: Final[dict[type[BaseException], str]] = {
 
 #: Server errors that say that the store is in trouble, beyond those above: connection, resources, operator, system.
 _TROUBLE: Final = ("08", "25006", "53", "55P03", "57", "58", "40", "28", "3D", "42501", "42P01", "42703", "XX")
+#: Those of them that say that the settings are wrong: user, password, database.
+_REFUSED: Final = ("28", "3D")
 
 
 def translate(error: BaseException, where: str) -> BaseException:
@@ -58,7 +60,9 @@ def translate(error: BaseException, where: str) -> BaseException:
         return error
     if not isinstance(error, DOWN) or _is_mistake(error):
         return error
-    return LedgerUnavailable(f"the ledger {where} does not work: {_said(error)}; {_advice(error)}")
+    refused = isinstance(error, asyncpg.PostgresError) and (error.sqlstate or "").startswith(_REFUSED)
+    kind = LedgerRefused if refused else LedgerUnavailable
+    return kind(f"the ledger {where} does not work: {_said(error)}; {_advice(error)}")
 
 
 def is_lost(error: BaseException) -> bool:
