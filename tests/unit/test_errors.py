@@ -107,6 +107,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "EngineUnavailable": "ENGINE_UNAVAILABLE",
         "EngineRefused": "ENGINE_REFUSED",
         "LedgerUnavailable": "LEDGER_UNAVAILABLE",
+        "LedgerRefused": "LEDGER_REFUSED",
         "Fatal": "FATAL",
         "NoLedger": "NO_LEDGER",
         "MissingExtra": "MISSING_EXTRA",
