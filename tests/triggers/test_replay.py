@@ -237,3 +237,14 @@ async def test_dead_letters_of_another_queue_are_left_to_it(kind: str, request: 
         async for message in take(adapter, 1):
             assert (message.headers["x-replay-of"], message.body) == ("1", b"1")
         await adapter.close()
+
+
+async def test_too_many_dead_letters_of_another_queue_in_front_are_reported(redis_url: str) -> None:
+    name = secrets.token_hex(6)
+    graves = f"graves-{name}"
+    mine = entry_of("redis", {"url": redis_url}, f"mine-{name}", dlq_name=graves)
+    foreign = Outgoing(graves, b"1", {"x-dead-source": "other"}, "")
+    await publish(mine, foreign, foreign, Outgoing(graves, b"2", {"x-dead-source": mine.queue_name}, ""))
+    report = await replay_dead_letters(mine, limit=2)
+    assert (report.results, report.stopped[:31]) == ([], "2 dead letters of other queues,")
+    assert (await replay_dead_letters(mine, limit=3)).done == 1

@@ -88,7 +88,7 @@ async def replay_dead_letters(
         publisher = build_publisher(kind, connection)
         stack.push_async_callback(publisher.close)
         await publisher.connect()
-        run = _Replay(entry, adapter, publisher, limit, rate_per_s, progress)
+        run = _Replay(entry, adapter, publisher, prefetch, limit, rate_per_s, progress)
         return await run.run(matched)
 
 
@@ -111,6 +111,7 @@ class _Replay:
         entry: TriggerEntry,
         adapter: QueueAdapter,
         publisher: Publisher,
+        prefetch: int,
         limit: int | None,
         rate_per_s: float,
         progress: Progress,
@@ -121,6 +122,7 @@ class _Replay:
         self._adapter = adapter
         self._publisher = publisher
         self._left = limit
+        self._prefetch = prefetch
         self._rate_per_s = rate_per_s
         self._progress = progress
         self._results: list[Result] = []
@@ -191,6 +193,8 @@ class _Replay:
             self._note(Result(id=_original_id(message), done=False, code="FAILED_AGAIN", message=reason))
 
     async def _is_drained(self, last_at: float) -> bool:
+        if self._skipped >= self._prefetch:
+            self._stopped = f"{self._skipped} dead letters of other queues, or that came back, are in front of the rest"
         if self._skipped:
             return True
         waiting = await self._adapter.lag()
