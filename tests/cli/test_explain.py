@@ -20,7 +20,7 @@ _VOLATILE: Final = (
     (re.compile(r"\b[0-9a-f]{32}\b"), "<id>"),
     (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"), "<instant>"),
     (re.compile(r"\b\d+(\.\d+)? (ms|s|min|h|d)\b( \d+ (s|min|h))?"), "<span>"),
-    (re.compile(rf"{re.escape(socket.gethostname())}-{os.getpid()}-[0-9a-f]{{8}}"), "<worker>"),
+    (re.compile(rf"{re.escape(socket.gethostname())}-{os.getpid()}-[0-9a-f]{{16}}"), "<worker>"),
 )
 
 Sentences = dict[str, list[str]]

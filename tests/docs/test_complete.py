@@ -42,10 +42,10 @@ INTERNAL: Final[dict[type, frozenset[str]]] = {
     Holdfast: frozenset(
         {"plans", "outbox_port", "ledger_port", "envelope", "desk", "enlist", "enlist_sync", "enlisted", "gate"}
     )
-    | {"door", "inline_desk"},
+    | {"door", "inline_desk", "require_ledger", "run_inline"},
     Task: frozenset({"plan"}),
-    Context: frozenset({"stop", "undecided"}),
-    Worker: frozenset({"lost", "cancelled", "controlled", "due", "incarnation"}),
+    Context: frozenset({"begun", "stop", "undecided"}),
+    Worker: frozenset({"lost", "cancelled", "controlled", "due", "incarnation", "status"}),
     Guards: frozenset({"judge"}),
 }
 
@@ -179,7 +179,10 @@ def test_no_page_says_that_a_command_is_missing() -> None:
 
 
 #: Read by something else than the settings.
-_OTHER_VARIABLES: Final = frozenset({"HOLDFAST_ERROR"})
+#: A code, and variables that Kubernetes sets and holdfast ignores.
+_OTHER_VARIABLES: Final = frozenset(
+    {"HOLDFAST_ERROR", "HOLDFAST_PORT", "HOLDFAST_PORT_8080_TCP", "HOLDFAST_SERVICE_HOST"}
+)
 #: Words of the command line in a span or a block of code: `holdfast` and what follows on that line.
 _CALL: Final = re.compile(r"(?:^|[`$(&|]|=\s?)\s*holdfast ((?:[\w-]+)(?:[^`\n|&#;)]*))", re.MULTILINE)
 _SHARED: Final = {"--help", "-h", "--version"}

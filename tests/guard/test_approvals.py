@@ -12,6 +12,7 @@ from holdfast import AskPeople, Consent, Context, Holdfast, Job, State
 from holdfast.core.person import Role
 from holdfast.core.verdict import CANCELLED
 from holdfast.errors import ApprovalVoid, Conflict, Forbidden, JobCancelled, JobFailed, NoLedger, Unknown
+from holdfast.guard.approvals import Approvals
 from holdfast.ledger.people import ApprovalStatus
 from holdfast.offices import Offices
 from tests.guard import process_tasks
@@ -404,6 +405,39 @@ async def test_a_yes_is_for_the_details_that_were_shown(app: Holdfast) -> None:
             await vote(app, who, row.approval_id)
         assert await job.result(60) == "cyd"
     assert shown == [0, 1, 2, 2]
+
+
+async def test_a_decision_that_is_delivered_late_does_not_answer_the_next_request(
+    app: Holdfast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes deliver it at once: one has looked before the job went on, and moves after it asked again."""
+
+    @app.task
+    async def ask(ctx: Context) -> str:
+        return (await ctx.approval("transfer", {"attempt": ctx.attempt})).by[0]
+
+    async with working(app) as worker:
+        job = await ask.submit()
+        first = await question(app, job)
+        seen = await app.engine.get(job.queue, [job.id])
+        await vote(app, ANN, first.approval_id)
+        second = await question(app, job)
+        assert second.approval_id != first.approval_id
+        decided = await app.ledger.queries.approval(None, first.approval_id)
+        runs = worker.finished
+
+        async def get_stale(*_: object) -> Any:
+            return seen
+
+        with monkeypatch.context() as patched:
+            patched.setattr(app.engine, "get", get_stale)
+            await Approvals(app.engine, app.ledger_port)._deliver(decided)  # type: ignore[arg-type]
+        view = await job.view()
+        assert (view.state, view.meta.ask and view.meta.ask.approval_id) == (
+            State.WAITING_APPROVAL,
+            second.approval_id,
+        )
+        assert worker.finished == runs
 
 
 async def test_a_no_and_a_deadline_end_a_run_for_good(app: Holdfast) -> None:

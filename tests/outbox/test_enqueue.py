@@ -407,7 +407,7 @@ def test_an_envelope_comes_back_as_it_was() -> None:
         hold=True,
     )
     row = row_of(envelope)
-    assert row.lane == lane_of(HOLDFAST, "q", None, "j")
+    assert row.lane == lane_of(HOLDFAST, "q", None, "k")
     event = OutboxEvent(
         tenant_id=row.tenant_id,
         id=row.id,

@@ -261,6 +261,13 @@ def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
     )
 
 
+def waits_for(state: State, meta: Meta, approval_id: str) -> bool:
+    """Whether a job in this state waits for that approval; for '' it need not wait for any."""
+    if not approval_id:
+        return True
+    return state is State.WAITING_APPROVAL and meta.ask is not None and meta.ask.approval_id == approval_id
+
+
 def answered(meta: Meta, consent: Consent | None) -> Meta:
     """A job that leaves `waiting_approval`: with people's yes, or without (its question is void)."""
     ask = meta.ask

@@ -381,20 +381,22 @@ class Engine(Protocol):
         expected: State | None = None,
         event: str = "",
         consent: Consent | None = None,
+        approval_id: str = "",
         audit: str = "",
     ) -> State:
         """An operator's move; returns the state it came from.
 
         `event` is what the move means where it can mean several things (`core.states.EVENT_CHOICES`). `consent` is
         people's yes to the job's `ask`, and goes with a move from `waiting_approval` to `queued`
-        (`core.verdict.answered`); such a move without one asks again when the job is run. `audit` is the type of an
-        `operator.…` event that the same atomic step leaves in the feed beside the move, with actor, reason, and the
-        states before and after in its data.
+        (`core.verdict.answered`); such a move without one asks again when the job is run. With an `approval_id` the job
+        moves only while it waits for that approval: a decision that arrives late must not answer the next request.
+        `audit` is the type of an `operator.…` event that the same atomic step leaves in the feed beside the move, with
+        actor, reason, and the states before and after in its data.
 
         To `queued` (resume, approve), `suspended`, `waiting_approval`, `cancelled`, `dlq_pending`,
         `dlq_recorded` or `failed`. A running job that is moved is fenced off from its worker at once, which
         learns of it by a `Cancelled` notice. Raises `UnknownJob`, or `TransitionInvalid` (also when the
-        job is not in the `expected` state) and changes nothing.
+        job is not in the `expected` state, or does not wait for that approval) and changes nothing.
         """
         ...
 

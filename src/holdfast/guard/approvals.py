@@ -15,6 +15,7 @@ import msgspec
 from holdfast.core.job import Consent, JobView
 from holdfast.core.person import Person, Right
 from holdfast.core.states import State
+from holdfast.core.verdict import waits_for
 from holdfast.engine.port import Engine
 from holdfast.errors import ApprovalVoid, Conflict, EngineUnavailable, TransitionInvalid, UnknownJob
 from holdfast.guard.hashing import payload_hash, question_hash
@@ -100,7 +101,7 @@ class Approvals:
         (view,) = await self._engine.get(row.queue, [row.job_id])
         if view is None:
             raise Conflict(f"the engine has no job {row.job_id} at the moment; if it was lost it will be restored")
-        if not _waits_for(view, row):
+        if not waits_for(view.state, view.meta, row.approval_id):
             raise Conflict(
                 f"job {row.job_id} is {view.state} and does not wait for approval {row.approval_id} any more"
             )
@@ -158,7 +159,7 @@ class Approvals:
     async def _deliver(self, row: ApprovalRow) -> bool:
         """Move the job on, if it still waits for this; True once that is remembered, and nothing is left to do."""
         (view,) = await self._engine.get(row.queue, [row.job_id])
-        if view is not None and _waits_for(view, row):
+        if view is not None and waits_for(view.state, view.meta, row.approval_id):
             await self._move(row)
         if not await self._is_remembered(row):
             return False
@@ -188,6 +189,7 @@ class Approvals:
                 expected=State.WAITING_APPROVAL,
                 event=event,
                 consent=consent,
+                approval_id=row.approval_id,
             )
         except (UnknownJob, TransitionInvalid) as exc:
             # Somebody else was faster: told it, too, or cancelled the job.
@@ -202,11 +204,6 @@ class Approvals:
         except UnknownJob:
             return True
         return job.state is not State.WAITING_APPROVAL
-
-
-def _waits_for(view: JobView, row: ApprovalRow) -> bool:
-    ask = view.meta.ask
-    return view.state is State.WAITING_APPROVAL and ask is not None and ask.approval_id == row.approval_id
 
 
 def _shown(view: JobView) -> str:

@@ -55,7 +55,8 @@ def row_of(envelope: Envelope) -> Row:
         destination=HOLDFAST,
         topic=envelope.queue,
         key=None,
-        lane=lane_of(HOLDFAST, envelope.queue, None, envelope.job_id),
+        # Jobs of one idempotency key are submitted in the order in which they were written: the first one stands.
+        lane=lane_of(HOLDFAST, envelope.queue, None, envelope.idempotency_key or envelope.job_id),
         payload=msgspec.json.encode(job).decode(),
         headers=None,
     )

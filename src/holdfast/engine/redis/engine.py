@@ -219,10 +219,11 @@ class RedisEngine(Engine):
         expected: State | None = None,
         event: str = "",
         consent: Consent | None = None,
+        approval_id: str = "",
         audit: str = "",
     ) -> State:
         hand = Hand(actor, reason, audit)
-        return await self._operators.move(queue, job_id, to, hand, expected, event, consent)
+        return await self._operators.move(queue, job_id, to, hand, expected, event, consent, approval_id)
 
     async def control(self, queue: str) -> Control:
         return await self._controls.get(queue)

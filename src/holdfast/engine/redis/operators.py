@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.core.job import Consent, Failure, JobView, Meta, new_job_ids
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, OPERATOR_TARGETS, State, chosen_event, is_legal
-from holdfast.core.verdict import APPROVAL_EXPIRED, APPROVAL_REJECTED, answered, by_operator, resumed
+from holdfast.core.verdict import APPROVAL_EXPIRED, APPROVAL_REJECTED, answered, by_operator, resumed, waits_for
 from holdfast.engine.redis import wire
 from holdfast.engine.redis.client import Purpose
 from holdfast.engine.redis.controls import Hand
@@ -39,9 +39,10 @@ class Operators:
         expected: State | None,
         event: str,
         consent: Consent | None,
+        approval_id: str,
     ) -> State:
         for _ in range(_TRIES):
-            answer = await self._try(queue, job_id, to, hand, expected, event, consent)
+            answer = await self._try(queue, job_id, to, hand, expected, event, consent, approval_id)
             if answer[0] == b"applied":
                 self._store.counts.given_up += to is State.DLQ_PENDING
                 return State(answer[1].decode())
@@ -92,13 +93,15 @@ class Operators:
         expected: State | None,
         event: str,
         consent: Consent | None,
+        approval_id: str,
     ) -> list[bytes]:
         store, keys = self._store, self._store.keys(queue)
         looked = await self._look(queue, job_id)
         if not looked:
             return [b"unknown"]
         view = view_of_reply(queue, job_id, looked)
-        if to not in OPERATOR_TARGETS:
+        # The script moves nothing if the record has changed since this look, and each request for approval changes it.
+        if to not in OPERATOR_TARGETS or not waits_for(view.state, view.meta, approval_id):
             return [b"illegal", view.state.value.encode()]
         if expected in (None, view.state) and is_legal(view.state, to):
             event = chosen_event(view.state, to, event)

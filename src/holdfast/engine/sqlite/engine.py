@@ -218,10 +218,17 @@ class SqliteEngine(Looking, Engine):
         expected: State | None = None,
         event: str = "",
         consent: Consent | None = None,
+        approval_id: str = "",
         audit: str = "",
     ) -> State:
         order = operating.Order(
-            actor=actor, reason=reason, expected=expected, event=event, consent=consent, audit=audit
+            actor=actor,
+            reason=reason,
+            expected=expected,
+            event=event,
+            consent=consent,
+            approval_id=approval_id,
+            audit=audit,
         )
         before = await self._operate(operating.move, queue, job_id, to, order)
         self.counts.given_up += to is State.DLQ_PENDING

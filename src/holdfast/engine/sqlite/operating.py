@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.core.job import Claim, Consent, Failure, Meta
 from holdfast.core.states import EXPEDITED_EVENT, OPERATOR_TARGETS, State, is_legal
-from holdfast.core.verdict import answered, by_operator, resumed
+from holdfast.core.verdict import answered, by_operator, resumed, waits_for
 from holdfast.engine.port import Control
 from holdfast.engine.sqlite.claims import start
 from holdfast.engine.sqlite.journal import Journal, notify, notify_due
@@ -28,6 +28,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     expected: State | None = None
     event: str = ""
     consent: Consent | None = None
+    approval_id: str = ""
     audit: str = ""
 
     @property
@@ -53,7 +54,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 def move(transaction: Transaction, policy: Policy, queue: str, job_id: str, to: State, order: Order) -> State:
     """The state it came from. A running job is fenced off from its worker by the same step."""
     row = _find(transaction, queue, job_id)
-    if to not in OPERATOR_TARGETS or (order.expected is not None and row.state is not order.expected):
+    is_expected = order.expected in (None, row.state) and waits_for(row.state, decode_meta(row.meta), order.approval_id)
+    if to not in OPERATOR_TARGETS or not is_expected:
         raise TransitionInvalid(job_id, row.state, to)
     moves = Moves(transaction, policy, queue)
     moves.add(_move(row, to, order, policy.clock.now_ms()))

@@ -179,6 +179,20 @@ class AnswerContract(Contract):
         (third,) = await rig.claim_due()
         assert third.meta.consents == {"send it?": OWN_CONSENT}
 
+    @pytest.mark.parametrize("to", [State.QUEUED, State.CANCELLED])
+    async def test_a_late_decision_does_not_answer_the_next_request(self, rig: Rig, to: State) -> None:
+        job_id = await rig.submit_one(hold=True, meta=Meta(ask=ASK))
+        late = {"expected": State.WAITING_APPROVAL, "approval_id": ASK.approval_id}
+        await rig.move(job_id, State.QUEUED, consent=CONSENT, **late)
+        with pytest.raises(TransitionInvalid):
+            await rig.move(job_id, to, **late)
+        await rig.settle(await rig.claim_one(), Hold("send it?", OWN_ASK))
+        with pytest.raises(TransitionInvalid):
+            await rig.move(job_id, to, consent=CONSENT if to is State.QUEUED else None, **late)
+        view = await rig.view(job_id)
+        assert (view.state, view.meta.ask) == (State.WAITING_APPROVAL, OWN_ASK)
+        await rig.move(job_id, to, **{**late, "approval_id": OWN_ASK.approval_id})
+
     async def test_a_withdrawn_question_clears_nothing(self, rig: Rig) -> None:
         job_id = await rig.submit_one(hold=True, meta=Meta(ask=ASK))
         await rig.move(job_id, State.QUEUED, event="approval.withdrawn")
