@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
@@ -39,7 +39,10 @@ def as_some_configure_it(entry: TriggerEntry) -> TriggerEntry:
     return entry.model_copy(update={"adapter": entry.adapter.model_copy(update={"connection": changed})})
 
 
-@pytest.fixture(params=["memory", "redis", "rabbitmq", "sqs", "sqs.fifo", "kafka"])
+_BROKERS: Final = ("rabbitmq", "sqs", "sqs.fifo", "kafka")
+
+
+@pytest.fixture(params=["memory", "redis", *(pytest.param(kind, marks=pytest.mark.brokers) for kind in _BROKERS)])
 async def entry(request: pytest.FixtureRequest) -> TriggerEntry:
     """A trigger on a queue that is there and empty."""
     kind, queue = request.param, f"orders-{secrets.token_hex(6)}"
