@@ -7,12 +7,13 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from holdfast.chaos.model import Fault, Kind
-from holdfast.chaos.parts import group_of
+from holdfast.chaos.parts import Program, group_of
 from holdfast.chaos.plan import pairs_of, plan
 
 _PROCESS = frozenset({Kind.KILL, Kind.STOP, Kind.RESTART})
@@ -122,3 +123,20 @@ PINNED = [
     Fault(number=2, at=0.50869, kind=Kind.SLOW, target="server-1", seconds=2.953),
     Fault(number=3, at=0.827562, kind=Kind.CUT, target="worker-2", seconds=0.0),
 ]
+
+
+def test_failed_attempts_are_not_defects_and_other_tracebacks_are(tmp_path: Path) -> None:
+    stack = "Traceback (most recent call last):\n  File …\nValueError: no"
+    records = [
+        {"logger": "holdfast.worker", "message": "job j failed for good", "error_type": "ValueError", "stack": stack},
+        {"logger": "holdfast.worker", "message": "the loop ended", "stack": stack},
+        {"logger": "shop", "message": "odd", "error_type": "ValueError", "stack": stack},
+    ]
+    lines = [msgspec.json.encode(record).decode() for record in records]
+    (tmp_path / "worker-1.log").write_text("\n".join([*lines, "Traceback (most recent call last):", "[]"]))
+    program = Program("worker-1", ["worker"], tmp_path, {})
+    assert program.tracebacks() == [
+        "the loop ended: ValueError: no",
+        "odd: ValueError: no",
+        "Traceback (most recent call last):",
+    ]

@@ -71,10 +71,14 @@ class Program(ServerProcess):
         self._process = None
 
     def tracebacks(self) -> list[str]:
-        """What went wrong in it unexpectedly, by its log: what it says about it, and the error."""
+        """What went wrong in it unexpectedly, by its log: what it says about it, and the error.
+
+        Failed attempts are not: tasks fail on purpose here, and what became of each job is checked by its history.
+        """
         if not self._log_file.exists():
             return []
-        return [_trouble(line) for line in self._log_file.read_text(errors="replace").split("\n") if _TRACEBACK in line]
+        lines = self._log_file.read_text(errors="replace").split("\n")
+        return [_trouble(line) for line in lines if _TRACEBACK in line and not _is_failed_attempt(line)]
 
     @property
     def _log_file(self) -> Path:
@@ -187,6 +191,15 @@ class Part:
         if self.process.ended is not None:
             self.process.forget()
         self.process.stop()
+
+
+def _is_failed_attempt(line: str) -> bool:
+    """Whether it is the worker's record of an attempt that failed."""
+    try:
+        record = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return False
+    return isinstance(record, dict) and record.get("logger") == "holdfast.worker" and "error_type" in record
 
 
 def _trouble(line: str) -> str:
