@@ -31,6 +31,7 @@ SAMPLE_APP: Final = """
 import asyncio
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from holdfast import Context, Fatal, Holdfast, Retry
 
 app = Holdfast()
@@ -54,7 +55,8 @@ def flaky(ctx: Context) -> str:
 
 
 @app.task
-async def slow(seconds: float) -> str:
+async def slow(ctx: Context, seconds: float) -> str:
+    Path(f"{ctx.job_id}.begun").touch()
     await asyncio.sleep(seconds)
     return "done"
 
@@ -112,6 +114,10 @@ class Shell:
         view = eventually(look, what=f"job {job_id} to be {wanted}")
         assert view is not None
         return view
+
+    def wait_begun(self, job_id: str) -> None:
+        """Wait until the code of `slow` runs. A job that is only claimed is released when its worker is drained."""
+        eventually((self.folder / f"{job_id}.begun").exists, what=f"job {job_id} to begin")
 
     @contextmanager
     def start(self, *words: str, **environment: str) -> Iterator[Process]:

@@ -56,7 +56,7 @@ def test_what_runs_is_finished_before_a_worker_ends(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app") as worker:
         worker.wait_log("started")
         job_id = shell.run("submit", "slow", "[3]").stdout.strip()
-        shell.wait_state(job_id, State.RUNNING)
+        shell.wait_begun(job_id)
         assert worker.end() == 0
         assert shell.view(job_id).state is State.SUCCEEDED
 
@@ -65,7 +65,7 @@ def test_a_second_signal_hurries_and_loses_nothing(shell: Shell) -> None:
     with shell.start("worker", "sample.py:app", HOLDFAST_DRAIN_GRACE_S="600") as worker:
         worker.wait_log("started")
         job_id = shell.run("submit", "slow", "[600]").stdout.strip()
-        shell.wait_state(job_id, State.RUNNING)
+        shell.wait_begun(job_id)
         worker.process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             worker.process.wait(0.5)
@@ -116,7 +116,7 @@ def test_ctrl_c_at_a_terminal_drains_all_processes_and_hurries_none(shell: Shell
         worker = Process(leader, log)
         worker.wait_log("queues default, other")
         job_id = shell.run("submit", "slow", "[2]").stdout.strip()
-        shell.wait_state(job_id, State.RUNNING)
+        shell.wait_begun(job_id)
         os.killpg(leader.pid, signal.SIGINT)
         assert leader.wait(PATIENCE_S) == 0
     finally:
