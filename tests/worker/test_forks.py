@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Holdfast, Job
+from tests.processes import ProcessId
 from tests.worker.support import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -75,21 +76,14 @@ async def jobs(engine_url: str, namespace: str) -> AsyncIterator[list[Job[int]]]
         yield [await app.submit_raw("wait", b'{"number":%d}' % number) for number in range(_JOBS)]
 
 
-def lives(process: int) -> bool:
-    """Whether it is there, and not only waited for."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
 async def end_one_then_the_other(forking: Forking, jobs: list[Job[int]]) -> None:
     """SIGTERM to one of two processes at work: it drains, and what the other runs is untouched."""
     await eventually(lambda: len(forking.begun()) == _JOBS, "all jobs to run")
     first, second = sorted(set(forking.begun()))
+    ending = ProcessId.of(first)
     os.kill(first, signal.SIGTERM)
     forking.finish(first)
-    await eventually(lambda: not lives(first), "the first process to end")
+    await eventually(lambda: not ending.is_running(), "the first process to end")
     forking.finish(second)
     results = [await job.result(PATIENCE_S) for job in jobs]
     assert results == list(range(_JOBS))

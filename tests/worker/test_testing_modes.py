@@ -213,3 +213,44 @@ async def test_inline_ends_a_run_that_takes_too_long(nowhere: Holdfast, plain: b
         assert await job.state() is State.FAILED
     await eventually(lambda: len(seen) == 2, "the threads to end")
     assert seen == [True, True]
+
+
+async def test_drain_runs_a_retry_that_is_due_as_soon_as_its_run_ends(
+    engine_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends between two looks: after what is due was promoted, before what runs was counted."""
+    app, go = Holdfast(engine_url, namespace=namespace), asyncio.Event()
+
+    @app.task(retry=Retry(max_retries=1, base=0, jitter=None))
+    async def fail(ctx: Context) -> str:
+        await go.wait()
+        if ctx.retry_count == 0:
+            raise ValueError("not yet")
+        return "now"
+
+    async with app:
+        job = await fail.submit()
+        look, promote = app.engine.stats, app.engine.promote
+
+        async def has_failed() -> bool:
+            return await job.state() is State.RETRYING
+
+        async def end_the_run() -> None:
+            if not go.is_set() and await job.state() is State.RUNNING:
+                go.set()
+                await eventually(has_failed, "the first run to fail")
+
+        async def look_then_end(*arguments: Any) -> Any:
+            seen = await look(*arguments)
+            await end_the_run()
+            return seen
+
+        async def promote_then_end(*arguments: Any) -> Any:
+            promotion = await promote(*arguments)
+            await end_the_run()
+            return promotion
+
+        monkeypatch.setattr(app.engine, "stats", look_then_end)
+        monkeypatch.setattr(app.engine, "promote", promote_then_end)
+        await drain(app)
+        assert await job.state() is State.SUCCEEDED

@@ -78,14 +78,21 @@ async def drain(app: Holdfast, queues: Sequence[str] | None = None) -> int:
     running = asyncio.create_task(worker.run())
     try:
         while not running.done():
-            promotion = await engine.promote(names, MAX_BATCH)
-            if not promotion.count and not await _due(app, worker, names):
+            if await _is_idle(app, worker, names):
                 break
             await asyncio.sleep(_LOOK_S)
     finally:
         worker.drain()
         await running
     return worker.finished
+
+
+async def _is_idle(app: Holdfast, worker: Worker, queues: Sequence[str]) -> bool:
+    """Whether nothing runs or is due. A run that ends meanwhile may leave a retry that is due at once."""
+    finished = worker.finished
+    if await _due(app, worker, queues) or (await app.engine.promote(queues, MAX_BATCH)).count:
+        return False
+    return not await _due(app, worker, queues) and worker.finished == finished
 
 
 async def _due(app: Holdfast, worker: Worker, queues: Sequence[str]) -> int:
