@@ -233,7 +233,7 @@ async def test_drain_runs_a_retry_that_is_due_as_soon_as_its_run_ends(
         look, promote = app.engine.stats, app.engine.promote
 
         async def has_failed() -> bool:
-            return await job.state() is State.RETRYING
+            return (await job.view()).meta.retry_count == 1
 
         async def end_the_run() -> None:
             if not go.is_set() and await job.state() is State.RUNNING:
