@@ -241,7 +241,7 @@ class Links:
         return self._link(running_loop()).ledger
 
     def ledger_refusal(self) -> LedgerRefused | None:
-        """Why the ledger of the running loop let nobody in when it was opened; None: it did, or did not answer."""
+        """Why the ledger of the running loop refused the login when it was opened; None if it did not."""
         return self._link(running_loop()).refusal
 
     def outbox(self) -> OutboxDoor | None:

@@ -31,7 +31,7 @@ class EffectCall:
     __slots__ = ("_begin", "_options", "_scope")
 
     def __init__(self, scope: Scope, options: EffectOptions = _DEFAULTS, *, begin: Begin) -> None:
-        """`begin` is told of every effect that is to be awaited."""
+        """`begin` is called with every effect that is to be awaited."""
         self._scope = scope
         self._options = options
         self._begin = begin

@@ -22,7 +22,7 @@ from holdfast.http.problems import HttpError
 _COOKIE: Final = "holdfast_dev"
 #: In words that no redaction takes for a secret.
 _NEEDED: Final = "no valid token came with this; send one as a bearer token (`holdfast token create` makes one)"
-#: Used links that are told from invalid ones.
+#: Used links, which are reported as such and not as invalid.
 _USED_LINKS: Final = 100
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _BY_PROXY: Final = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")

@@ -56,7 +56,7 @@ _LOOK_CAP_S: Final = 1.0
 _RETRY_CAP_S: Final = 86_400.0
 _REQUEUE_CAP_S: Final = 60.0
 
-#: How the log says what the broker was told.
+#: How the log describes the answer to the broker.
 _ENDED: Final = {
     AckPolicy.ACK: "acknowledged",
     AckPolicy.NACK: "refused, for the broker to drop",
