@@ -22,10 +22,11 @@ def listed(shell: Shell, *words: str) -> list[dict[str, Any]]:
 def test_workers_are_listed_once_with_all_of_their_queues(shell: Shell, engine_url: str, namespace: str) -> None:
     place = {"HOLDFAST_URL": engine_url, "HOLDFAST_NAMESPACE": namespace}
     shell = replace(shell, environment=shell.environment | place)
-    shell.run("submit", "elsewhere", "--queue", "other")
     job = shell.run("submit", "slow", '{"seconds": 600}').stdout.strip()
     with shell.start("worker", "sample:app", "--name", "blue", "--no-upkeep") as started:
-        (found,) = eventually(lambda: [each for each in listed(shell) if each["in_flight"]], what="the worker")
+        shell.run("submit", "elsewhere", "--queue", "other", "--wait", "60")
+        shell.wait_begun(job)
+        (found,) = listed(shell)
         process = started.process
         assert parse_identity(found["worker"]) is not None
         assert (found["name"], found["host"], found["pid"]) == ("blue", socket.gethostname(), process.pid)
