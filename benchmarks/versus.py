@@ -100,15 +100,15 @@ def page(runs: Sequence[Results], pictures: Sequence[str]) -> str:
     parts = ["# holdfast and its peers, figures", BEFORE]
     parts += [about(each, _FACTS, "in brackets the ratio to the first row of the table") for each in runs]
     if len(runs) > 1:
-        parts.append("What several of these runs have measured comes from the last of them.")
-    parts += ["## What was to be reached", _targets_table(run), "## Where a peer is ahead", *_ahead(run)]
+        parts.append("A measure that several of these runs have comes from the last of them.")
+    parts += ["## Targets", _targets_table(run), "## Where a peer is ahead", *_ahead(run)]
     parts += [f"![{Path(name).stem}]({name})" for name in pictures]
     for stage in _STAGES:
         if any(run.sides(measure.key) for measure in stage.measures):
             parts += [f"## {stage.title}", _table(run, stage.measures)]
-    parts += ["## Who took part", _who(run), AFTER, HOW]
+    parts += ["## Systems compared", _who(run), AFTER, HOW]
     if run.failures:
-        parts += ["## What failed", "\n".join(f"- {failure.splitlines()[0]}" for failure in run.failures)]
+        parts += ["## Failures", "\n".join(f"- {failure.splitlines()[0]}" for failure in run.failures)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -188,9 +188,9 @@ def _ahead(run: Results) -> list[str]:
     if not lines:
         return [NOTHING_AHEAD]
     first = (
-        "Every measure in which some peer's median beats that of holdfast at default settings, on Redis alone or with "
-        "its ledger, and by how much. Under 30 % (“a tie”) is within what this machine wanders. Recovery counts peers "
-        "with settings for crashes, too."
+        "Every measure in which a peer's median beats that of holdfast at default settings, on Redis alone or with "
+        "its ledger, and by how much. Gaps under 30 % (“a tie”) are within the variation of this machine. Recovery "
+        "includes peers with settings for crashes."
     )
     return [first, "\n".join(lines)]
 

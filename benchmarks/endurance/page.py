@@ -34,7 +34,7 @@ def text(found: Endurance, picture: str) -> str:
     facts = found.machine
     mix = ", ".join(f"{count:,} {kind}" for kind, count in found.submitted.items())
     made = (
-        "Written by `make endurance`; how to run it again, and the rule by which a series counts as growing: "
+        "Written by `make endurance`; the command, and the rule by which a series counts as growing: "
         "[here](README.md#a-long-run)."
     )
     where = (
@@ -43,16 +43,16 @@ def text(found: Endurance, picture: str) -> str:
         f"with AOF (everysec), PostgreSQL {facts.get('PostgreSQL', '')}. Two workers and one upkeep process."
     )
     what = (
-        f"Top rate of this deployment, executed and in the ledger: {found.top_per_s:,.0f} jobs/s. Submitted were "
-        f"{found.submitted_per_s:,.0f} jobs/s, {found.submitted_per_s / found.top_per_s:.0%} of it: {mix}. "
-        f"{FLAKY:.1%} fail once and are tried again, {FAILING:.1%} become dead letters, {DELAYED:.1%} are due "
+        f"The top rate of this deployment, executed and in the ledger, is {found.top_per_s:,.0f} jobs/s. The run "
+        f"submitted {found.submitted_per_s:,.0f} jobs/s, {found.submitted_per_s / found.top_per_s:.0%} of it: {mix}. "
+        f"{FLAKY:.1%} fail once and are retried, {FAILING:.1%} become dead letters, {DELAYED:.1%} are due "
         f"{DELAY_S} s later, {KEYED:.1%} have a key and every second of these is a duplicate; three tenants. Finished "
         f"records, results and keys are kept for {found.expire_s:g} s, the ledger's rows for {2 * found.expire_s:g} s."
     )
     how = (
-        "Level is the median of the second half, growth the Theil–Sen slope over it times its length, peak the highest "
-        "of the whole run. What is only reported is not judged: the ledger is meant to grow until its rows expire, and "
-        "PostgreSQL keeps the space of those that did for new ones."
+        "Level is the median of the second half, growth is the Theil–Sen slope over it times its length, peak is the "
+        "highest value of the whole run. Series marked reported are not judged: the ledger is expected to grow until "
+        "its rows expire, and PostgreSQL keeps the space of expired rows for new ones."
     )
     said = f"**{_said(found)}**"
     failed = [f"Failed: {failure}" for failure in found.failures]
