@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.core.job import Envelope
 from holdfast.engine.port import Engine
@@ -171,6 +172,7 @@ async def _look(ledger: Ledger, first: asyncio.Future[Exception | None]) -> None
             _ledger_log.critical("the ledger cannot be worked with, the feed waits until it is put right: %s", error)
         if not isinstance(error, LedgerUnavailable):
             return
+        obey_cancellation()
         await asyncio.sleep(backoff.next_s())
 
 

@@ -18,6 +18,7 @@ from holdfast.engine.sqlite.transaction import Transaction
 from holdfast.errors import IntakeRefused, TransitionInvalid
 from holdfast.testing.clock import ManualClock
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened, start_one
+from tests.worker.support import eventually
 
 
 @pytest.fixture
@@ -50,13 +51,20 @@ async def hold_writer(engine: SqliteEngine) -> Callable[[], None]:
     return let_go
 
 
+async def until_enqueued(engine: SqliteEngine, count: int) -> None:
+    """Until the writer, which is held, has that many operations before it."""
+    writer = engine._store._writer
+    assert writer is not None
+    await eventually(lambda: len(writer._orders) >= count, "operations in the queue")
+
+
 async def test_what_is_asked_for_at_once_shares_one_commit(path: Path) -> None:
     async with opened(path) as engine:
         statements: list[str] = []
         await trace(engine, statements)
         let_go = await hold_writer(engine)
         submits = [asyncio.create_task(engine.submit([envelope()])) for _ in range(50)]
-        await asyncio.sleep(0)
+        await until_enqueued(engine, 50)
         let_go()
         await asyncio.gather(*submits)
         assert statements.count("COMMIT") == 1
@@ -76,7 +84,7 @@ async def test_an_operation_that_fails_takes_no_other_with_it(path: Path) -> Non
             engine.settle([Settlement(claim, Succeed(b"1"), 1)]),
         ]
         tasks = [asyncio.ensure_future(each) for each in work]
-        await asyncio.sleep(0)
+        await until_enqueued(engine, len(tasks))
         let_go()
         submitted, refused, illegal, broken, settled = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(submitted, list)
@@ -163,7 +171,7 @@ async def test_a_cancelled_claim_leaves_nothing_behind_that_resume_does_not_find
         await engine.submit([envelope()])
         let_go = await hold_writer(engine)
         waiting = asyncio.create_task(engine.claim("w1", [QUEUE], 1, 0))
-        await asyncio.sleep(0)
+        await until_enqueued(engine, 1)
         waiting.cancel()
         found = asyncio.create_task(engine.resume("w1", [QUEUE], ()))
         await asyncio.sleep(0)

@@ -91,15 +91,17 @@ class Relay:
         """Wake everybody when something was written."""
         backoff = Backoff()
         while True:
-            obey_cancellation()
+            pause_s = 0.0
             try:
                 await self._store.wait(_WAIT_S)
                 backoff.reset()
             except LedgerUnavailable:
-                await asyncio.sleep(backoff.next_s())
+                pause_s = backoff.next_s()
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("waiting for events failed in an unexpected way, trying again")
-                await asyncio.sleep(backoff.next_s())
+                pause_s = backoff.next_s()
+            obey_cancellation()
+            await asyncio.sleep(pause_s)
             for line in self._lines:
                 line.wake()
 
@@ -108,7 +110,6 @@ class Relay:
         serve them, or this one once it is told where they are."""
         told: set[str] = set()
         while True:
-            obey_cancellation()
             try:
                 unknown = {name for name in await self._store.destinations() if name not in self._outlets}
                 for name in sorted(unknown - told):
@@ -123,12 +124,12 @@ class Relay:
                 _log.debug("destinations could not be looked for: %s", exc)
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("looking for destinations failed in an unexpected way")
+            obey_cancellation()
             await asyncio.sleep(_LOOK_S)
 
     async def _prune(self) -> None:
         keep_ms = round(self._settings.outbox_retention_s * 1000)
         while True:
-            obey_cancellation()
             gone = 0
             try:
                 gone = await self._store.prune(keep_ms, _PRUNE_LIMIT)
@@ -136,6 +137,7 @@ class Relay:
                 _log.debug("no sent events were deleted: %s", exc)
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("deleting sent events failed in an unexpected way")
+            obey_cancellation()
             await asyncio.sleep(0.2 if gone >= _PRUNE_LIMIT else _PRUNE_S)
 
 
@@ -169,8 +171,8 @@ class _Line:
         try:
             while not self._stopped.is_set():
                 self._woken.clear()
-                obey_cancellation()
                 pause_s = await self._turn()
+                obey_cancellation()
                 if pause_s > 0 and not self._stopped.is_set():
                     await _wait(self._woken, pause_s)
             await self._landed()

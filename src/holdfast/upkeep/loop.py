@@ -19,7 +19,6 @@ async def forever(name: str, turn: Callable[[], Awaitable[float]], wake: asyncio
     """Call `turn` until cancelled; it returns the seconds to its next turn, which `wake` cuts short."""
     backoff = Backoff()
     while True:
-        obey_cancellation()
         try:
             pause_s = await turn()
             backoff.reset()
@@ -29,6 +28,8 @@ async def forever(name: str, turn: Callable[[], Awaitable[float]], wake: asyncio
         except Exception:  # noqa: BLE001 - top of a loop
             pause_s = backoff.next_s()
             _log.exception("%s failed in an unexpected way, trying again", name)
+        # Before the pause, which may last for minutes: a driver may have turned the cancellation into another error.
+        obey_cancellation()
         await pause(pause_s, wake)
 
 

@@ -114,12 +114,12 @@ class Projector:
         positions: dict[str, str] = {}
         try:
             while True:
-                obey_cancellation()
                 try:
                     await self._turn()
                     backoff.reset()
                     if complaint.over():
                         _log.info("the projector works again")
+                    obey_cancellation()
                     continue
                 except Unavailable as exc:
                     complaint.say(logging.WARNING, "the projector waits: %s", exc)
@@ -127,6 +127,7 @@ class Projector:
                     complaint.say(logging.ERROR, "the projector cannot work: %s", exc)
                 except Exception:  # noqa: BLE001 - top of a loop
                     _log.exception("projecting failed in an unexpected way, trying again")
+                obey_cancellation()
                 positions = {queue: track.at.position for queue, track in self._tracks.items()} | positions
                 await self._let_go()
                 await self._see_what_waits(positions)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import asyncpg
 
+from holdfast.cancelling import obey_cancellation
 from holdfast.core.backoff import Backoff
 from holdfast.errors import HoldfastError
 from holdfast.ledger.news import Turn, WaitingRoom
@@ -80,6 +81,7 @@ class News:
                 finally:
                     # Not `close`, which would wait for an answer.
                     connection.terminate()
+            obey_cancellation()
             await asyncio.sleep(backoff.next_s())
 
     async def _hear(self, connection: asyncpg.Connection, backoff: Backoff) -> None:
