@@ -2,11 +2,26 @@
 
 On the wire a payload is a JSON object of keyword arguments; an array of positional ones is accepted too.
 Plain types, dataclasses, msgspec structs, TypedDicts, enums and pydantic models all work, nested or not.
+
+A batch of feed events, folded into what the ledger is to write: one row a job, however much happened to it. Pure.
+
+`assume` needs no look-up: a job that begins in the batch is taken for new, any other for being where its first event
+says it was, in the attempt in which it was. The store holds both against its rows and has everything taken back if one
+does not fit; then `fold` is given what the ledger knows and tells the truth event by event. What does not fit the
+ledger's story is an anomaly:
+
+- the ledger has the job's end: nothing follows an end, so the event is kept as an anomaly only;
+- the job is elsewhere, but open: the engine went on from an earlier point (a stale replica, a cut AOF). The story gets
+  a `ledger.forked` event to where the engine was, then the event. An earlier attempt in the same state is elsewhere;
+- the ledger has never heard of the job (its feed was cut before somebody read it): the same, after a creation of ours.
+
+What people did (`operator.…`) is no part of a job's story, and goes into the operators' log as it is.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections.abc import Callable
 from typing import Any, Final
@@ -69,16 +84,16 @@ def decode_json(encoded: bytes, what: str) -> Any:
         raise InvalidPayload(f"{what} cannot be read as JSON: {exc}") from exc
 
 
-def fingerprint_json(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
     """JSON that is the same for equal values: keys sorted, and whatever is no JSON told by its type's name alone."""
     try:
         return _sorting_encoder.encode(value)
     except (TypeError, ValueError, RecursionError, OverflowError):
         if isinstance(value, list):
-            return b"[" + b",".join(fingerprint_json(item) for item in value) + b"]"
+            return b"[" + b",".join(canonical_json(item) for item in value) + b"]"
         if isinstance(value, dict):
             # Keys that are no text: by their `repr`, as JSON has none.
-            pairs = sorted((repr(key).encode(), fingerprint_json(item)) for key, item in value.items())
+            pairs = sorted((repr(key).encode(), canonical_json(item)) for key, item in value.items())
             return b"{" + b",".join(key + b":" + item for key, item in pairs) + b"}"
         return _sorting_encoder.encode(type(value).__qualname__)
 
@@ -187,3 +202,14 @@ def _field(task: str, parameter: inspect.Parameter, annotation: Any) -> Any:
         return (parameter.name, annotation)
     default = parameter.default
     return (parameter.name, annotation, msgspec.field(default_factory=lambda: default))
+
+
+_plain_encoder: Final = msgspec.json.Encoder()
+
+
+def to_json(value: Any) -> str:
+    try:
+        return _plain_encoder.encode(value).decode()
+    except UnicodeEncodeError:
+        # A lone surrogate: plain JSON escapes it.
+        return json.dumps(msgspec.to_builtins(value))

@@ -2,6 +2,8 @@
 
 Nothing is ever in doubt: either all of it is there, or nothing. A second caller meets the key at its unique index,
 waits there while the first one is at work, and gets its result.
+
+The table of keys in a database of the user's own, for `ctx.transaction`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from sqlalchemy import exc as sqlalchemy_errors
@@ -21,11 +23,51 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, a
 
 from holdfast.core.codec import encode_json
 from holdfast.core.job import Claim
-from holdfast.effects.calls import decode_as, fingerprint, inside, name_of
-from holdfast.effects.effect import check_key
-from holdfast.effects.keys_table import HOW_TO
+from holdfast.effects.functions import arguments_fingerprint, check_key, decode_result, function_name, inside_step
 from holdfast.errors import EffectInDoubt, EffectMismatch, HoldfastError, Unavailable, UsageError
-from holdfast.ledger.schema import idempotency_keys as keys
+from holdfast.schema import idempotency_keys as keys
+
+if TYPE_CHECKING:
+    from sqlalchemy.schema import CreateIndex, CreateTable
+
+
+HOW_TO: Final = (
+    "the database has no table idempotency_keys; create it with `holdfast effects create-table --database URL`, "
+    "or with `await holdfast.effects.create_keys_table(database)`"
+)
+
+
+async def create_keys_table(database: Any) -> None:
+    """Create `idempotency_keys` if it is not there: in an `AsyncEngine`, an `AsyncConnection` (which you commit), or an
+    asyncpg pool or connection."""
+    # Here, so that importing holdfast does not load SQLAlchemy.
+    from sqlalchemy.dialects import postgresql
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+    if isinstance(database, AsyncEngine):
+        async with database.begin() as connection:
+            await create_keys_table(connection)
+    elif isinstance(database, AsyncConnection):
+        for statement in _statements():
+            await database.execute(statement)
+    elif type(database).__module__.partition(".")[0] == "asyncpg":
+        for statement in _statements():
+            await database.execute(str(statement.compile(dialect=postgresql.dialect())))  # type: ignore[no-untyped-call]
+    else:
+        raise UsageError(f"create_keys_table takes an AsyncEngine, an AsyncConnection or asyncpg, not {database!r}")
+
+
+def _statements() -> list[CreateTable | CreateIndex]:
+    from sqlalchemy.schema import CreateIndex, CreateTable
+
+    from holdfast.schema import idempotency_keys
+
+    indexes = sorted(idempotency_keys.indexes, key=lambda index: str(index.name))
+    return [
+        CreateTable(idempotency_keys, if_not_exists=True),
+        *(CreateIndex(index, if_not_exists=True) for index in indexes),
+    ]
+
 
 #: asyncpg's exceptions of a server that goes away, or takes no connections.
 _ASYNCPG_DOWN: Final = (
@@ -42,7 +84,7 @@ _ASYNCPG_UNUSABLE: Final = ("InterfaceError", "InternalClientError")
 Recorded = tuple[str, str | None, str, str]
 
 
-class Database(Protocol):
+class UserTransaction(Protocol):
     """One open transaction in the user's database. `handle` is what the user's function gets."""
 
     handle: Any
@@ -51,7 +93,7 @@ class Database(Protocol):
         """Whether the key was free. Waits while another transaction has it."""
         ...
 
-    async def look(self, tenant_id: str, key: str) -> Recorded | None: ...
+    async def get(self, tenant_id: str, key: str) -> Recorded | None: ...
     async def record(self, tenant_id: str, key: str, value: str) -> None: ...
 
 
@@ -65,23 +107,23 @@ async def transaction(
     kwargs: dict[str, Any],
 ) -> Any:
     """What the function returned, now or the first time."""
-    bound_to = (name_of(function), fingerprint(function, args, kwargs))
+    bound_to = (function_name(function), arguments_fingerprint(function, args, kwargs))
     row = _row(claim, check_key(key), bound_to)
     in_function = False
     try:
         async with _begun(database) as opened:
             while not await opened.reserve(row):
-                recorded = await opened.look(claim.tenant_id, key)
+                recorded = await opened.get(claim.tenant_id, key)
                 # None: it was deleted in this very moment, and is free again.
                 if recorded is not None:
-                    return decode_as(function, _value(key, recorded, bound_to))
+                    return decode_result(function, _value(key, recorded, bound_to))
             in_function = True
-            with inside("transaction"):
+            with inside_step("transaction"):
                 result = await _awaitable(function(opened.handle, *args, **kwargs), bound_to[0])
             in_function = False
             value = encode_json(result, f"the result of the transaction {key!r}", payload_limit)
             await opened.record(claim.tenant_id, key, value.decode())
-        return decode_as(function, value)
+        return decode_result(function, value)
     except HoldfastError:
         raise
     except Exception as exc:
@@ -151,7 +193,7 @@ def _is_of_asyncpg(error: BaseException, names: Sequence[str]) -> bool:
 
 
 @asynccontextmanager
-async def _begun(database: Any) -> AsyncIterator[Database]:
+async def _begun(database: Any) -> AsyncIterator[UserTransaction]:
     if isinstance(database, AsyncEngine):
         async with database.begin() as connection:
             yield _Sqlalchemy(connection)
@@ -182,7 +224,7 @@ def _is_asyncpg(database: Any) -> bool:
     return type(database).__module__.partition(".")[0] == "asyncpg"
 
 
-class _Sqlalchemy(Database):
+class _Sqlalchemy(UserTransaction):
     def __init__(self, handle: AsyncSession | AsyncConnection) -> None:
         self.handle = handle
 
@@ -196,7 +238,7 @@ class _Sqlalchemy(Database):
             raise UsageError(f"ctx.transaction works on PostgreSQL and SQLite, not on {dialect}")
         return (await self.handle.execute(statement)).scalar_one_or_none() is not None
 
-    async def look(self, tenant_id: str, key: str) -> Recorded | None:
+    async def get(self, tenant_id: str, key: str) -> Recorded | None:
         wanted = select(keys.c.state, keys.c.value, keys.c.function, keys.c.fingerprint).where(
             keys.c.tenant_id == tenant_id, keys.c.key == key
         )
@@ -231,7 +273,7 @@ _UPDATE: Final = (
 )
 
 
-class _Asyncpg(Database):
+class _Asyncpg(UserTransaction):
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
@@ -239,7 +281,7 @@ class _Asyncpg(Database):
         tag: str = await self.handle.execute(_INSERT, *(row[column] for column in _COLUMNS))
         return tag.endswith(" 1")
 
-    async def look(self, tenant_id: str, key: str) -> Recorded | None:
+    async def get(self, tenant_id: str, key: str) -> Recorded | None:
         row = await self.handle.fetchrow(_SELECT, tenant_id, key)
         return None if row is None else (row["state"], row["value"], row["function"], row["fingerprint"])
 

@@ -1,0 +1,4 @@
+"""Who is who: people, their roles, tokens, and what they did.
+
+Dead letters and suspended jobs: what people do with them (requirements D3–D6).
+"""
