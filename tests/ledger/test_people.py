@@ -11,10 +11,10 @@ import pytest
 
 from holdfast import schema
 from holdfast.core.job import Meta, ReplayOrigin
-from holdfast.core.principal import Role
+from holdfast.core.principal import AuditEntry, Role
 from holdfast.errors import Conflict, Forbidden, HoldfastError, NotFound
 from holdfast.ledger.port.effects import EffectOutcome, EffectState, Reservation
-from holdfast.ledger.port.operators import ApprovalStatus, AuditEntry, TokenRow
+from holdfast.ledger.port.operators import ApprovalStatus, TokenRow
 from tests.ledger.conftest import AnyLedger
 from tests.ledger.people_world import NOW, ask, bury, log, minutes, rows
 

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
 from holdfast.brokers.port import OutgoingMessage, RawMessage
+from holdfast.core.principal import AuditEntry
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat, TriggerPause, TriggerStore
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.triggers.config import TriggerConfig
 from holdfast.triggers.dedup import DedupStore, InMemoryDedupStore
 from holdfast.triggers.runtime import Runtime

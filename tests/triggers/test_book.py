@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.principal import AuditEntry
 from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat, TriggerStore
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.ledger.queries.operator_filters import AuditFilter
 from tests.outbox.store_rig import Rig
 

@@ -13,9 +13,8 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryBroker
-from holdfast.core.principal import Principal, Role
+from holdfast.core.principal import AuditEntry, Principal, Role
 from holdfast.errors import BrokerUnavailable, EngineUnavailable, InvalidOption, LedgerUnavailable
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.operations.messages import TriggerOperations
 from holdfast.testing import drain
 from holdfast.triggers.config import TriggerEntry

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
+from holdfast.core.principal import AuditEntry
 from holdfast.core.states import State
 from holdfast.core.webhook_url import ANY_SUBSCRIBER
 from holdfast.errors import InvalidOption, JobFailed, LedgerUnavailable, NoLedger
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.upkeep.dispatch import WebhookDispatcher
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.webhooks import verify

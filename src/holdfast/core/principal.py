@@ -7,10 +7,11 @@ the stores anyway, or from dev mode on loopback; never from an argument.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from holdfast.core.job import DEFAULT_TENANT
 from holdfast.errors import Forbidden
 
 #: In a token's tenants: all of them, those to come included.
@@ -80,3 +81,20 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
         """Raise `Forbidden` unless this person is of every tenant: what touches all is not for one."""
         if not self.sees_all_tenants:
             raise Forbidden(f"{what} touches every tenant, and {self.name} is not of all of them")
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the audit log: who did what to which target, why, and the values before and after."""
+
+    #: `operator.…`, `alert.…`; empty: the action is not logged.
+    type: str
+    actor: str
+    #: `job`, `queue`, `dlq`, `approval`, `token`, …
+    target: str
+    target_id: str
+    tenant_id: str = DEFAULT_TENANT
+    queue: str = ""
+    reason: str = ""
+    #: Plain JSON.
+    before: Any = None
+    after: Any = None

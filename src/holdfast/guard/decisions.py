@@ -11,9 +11,9 @@ question, and people decide anew.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from holdfast.core.codec import canonical_json, decode_json, encode_json
 from holdfast.core.job import Approval, ApprovalRequest, Claim, new_job_ids
@@ -202,3 +202,12 @@ def approval_or_request(
             details=plain,
         )
     )
+
+
+class PayloadDecoder(Protocol):
+    """A task's payload decoder."""
+
+    @property
+    def decode(self) -> Callable[[bytes], dict[str, Any]]:
+        """Raises `InvalidPayload` for arguments that the function does not accept."""
+        ...

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -19,7 +19,7 @@ from holdfast.clock import Clock
 from holdfast.core.codec import decode_json
 from holdfast.core.job import ApprovalRequest, Claim, Envelope, new_job_ids
 from holdfast.errors import Denied, GuardFailed, HoldfastError, NoLedger
-from holdfast.guard.decisions import ApprovalTerms, Denial, GuardRequest, Ruling, Source, payload_hash
+from holdfast.guard.decisions import ApprovalTerms, Denial, GuardRequest, PayloadDecoder, Ruling, Source, payload_hash
 from holdfast.guard.registry import GuardRegistry
 
 if TYPE_CHECKING:
@@ -32,13 +32,6 @@ _log: Final = logging.getLogger("holdfast.guard")
 _RECORD_S: Final = 5.0
 #: Jobs that their own submitter wants approved.
 _HELD: Final = ApprovalTerms(("its submitter wants it approved",), ("hold",), 1, 0)
-
-
-class PayloadDecoder(Protocol):
-    """What is needed of a task."""
-
-    @property
-    def decode(self) -> Callable[[bytes], dict[str, Any]]: ...
 
 
 class GuardRunner:
@@ -179,7 +172,7 @@ def _hash(envelope: Envelope) -> str:
 
 async def _record(ledger: Ledger, envelope: Envelope, ruling: Denial) -> None:
     """Into the operators' log; a ledger that is away changes nothing about the denial."""
-    from holdfast.ledger.port.operators import AuditEntry
+    from holdfast.core.principal import AuditEntry
 
     action = AuditEntry(
         type="guard.denied",

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from holdfast.app import Holdfast
 from holdfast.core.job import Claim, Failure, JobInfo, Lease
+from holdfast.core.principal import AuditEntry
 from holdfast.core.states import State
 from holdfast.core.verdict import (
     TASK_ERROR,
@@ -34,7 +35,6 @@ from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import StaleLease, UnknownJob
 from holdfast.execution.spec import TaskPolicy
 from holdfast.ledger.port.ledger import Ledger
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.worker.in_flight import InFlight, StopReason
 from holdfast.worker.renewer import LeaseListener, Renewer
 from holdfast.worker.runner import Runner

@@ -22,9 +22,9 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from holdfast.clock import Clock, SystemClock, to_datetime
-from holdfast.core.principal import ALL_TENANTS, Permission, Principal, Role
+from holdfast.core.principal import ALL_TENANTS, AuditEntry, Permission, Principal, Role
 from holdfast.errors import Forbidden, InvalidOption, NotFound, Unauthorized
-from holdfast.ledger.port.operators import AuditEntry, TokenRow
+from holdfast.ledger.port.operators import TokenRow
 
 if TYPE_CHECKING:
     from holdfast.ledger.port.ledger import Ledger

@@ -29,6 +29,7 @@ from holdfast.errors import (
     UnknownJob,
     UsageError,
 )
+from holdfast.guard.decisions import PayloadDecoder
 from holdfast.ledger.port.operators import DeadLetterStatus, ReplayReservation
 from holdfast.operations.access import require_reason, require_verified, visible_tenants
 from holdfast.operations.bulk import DEFAULT_RATE, BulkReport, BulkResult, Progress, no_progress, run_bulk
@@ -95,15 +96,6 @@ class JobSubmitter(Protocol):
     """Where jobs are handed in, with the app's guards before it."""
 
     async def submit(self, envelope: Envelope) -> Receipt: ...
-
-
-class PayloadDecoder(Protocol):
-    """A task that the app knows."""
-
-    @property
-    def decode(self) -> Callable[[bytes], dict[str, Any]]:
-        """Raises `InvalidPayload` for what its function cannot be called with."""
-        ...
 
 
 class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,24 +10,23 @@ its line in the operators' log; every process of the trigger hears of it within 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.core.principal import ALL_TENANTS, Permission, Principal
+from holdfast.core.principal import ALL_TENANTS, AuditEntry, Permission, Principal
 from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.errors import NotFound
 from holdfast.ledger.port.messages import (
     Execution,
     ExecutionStatus,
     OutboxEvent,
+    OutboxOpener,
     OutboxStatus,
-    OutboxStore,
     TriggerHeartbeat,
     TriggerPause,
 )
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.operations.access import visible_tenants
 
 if TYPE_CHECKING:
@@ -36,12 +35,6 @@ if TYPE_CHECKING:
 
 #: Events of one call of the store.
 _PAGE: Final = 500
-
-
-class OutboxOpener(Protocol):
-    """Where the store is."""
-
-    async def open(self) -> OutboxStore: ...
 
 
 class OutboxOperations:

@@ -19,11 +19,11 @@ from holdfast.engine.port import Engine
 from holdfast.engine.port.reads import QueueStats
 from holdfast.errors import EngineUnavailable, LedgerUnavailable, SchemaMismatch
 from holdfast.ledger.port.ledger import Ledger
+from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.observe.prometheus import MetricsCollector, QueueGauges, StoreGauges
 from holdfast.settings import Settings
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port.messages import OutboxStore
     from holdfast.ledger.queries.operators import LedgerGauges
 
 
@@ -34,12 +34,6 @@ _PATIENCE_S: Final = 5.0
 #: Unread feed entries are counted one by one up to here; beyond it is the feed's length that tells.
 _COUNTED: Final = 50
 _WORK: Final = (State.QUEUED, State.RUNNING, State.RETRYING)
-
-
-class OutboxOpener(Protocol):
-    """The relay's end of the outbox."""
-
-    async def open(self) -> OutboxStore: ...
 
 
 class MetricsApp(Protocol):

@@ -17,10 +17,11 @@ from holdfast.operations.jobs import JobOperations
 
 if TYPE_CHECKING:
     from holdfast.app import Holdfast
+    from holdfast.guard.decisions import PayloadDecoder
     from holdfast.ledger.port.ledger import Ledger
     from holdfast.operations.access import TokenOperations
     from holdfast.operations.approvals import ApprovalOperations
-    from holdfast.operations.dead_letters import DeadLetterOperations, JobSubmitter, PayloadDecoder
+    from holdfast.operations.dead_letters import DeadLetterOperations, JobSubmitter
     from holdfast.operations.messages import TriggerOperations
     from holdfast.operations.suspended import SuspendedOperations
 

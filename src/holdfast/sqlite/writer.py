@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from holdfast.errors import EngineUnavailable, InvalidOption, Unavailable
 from holdfast.sqlite.connection import Prepare, WriteLock, is_lost, open_writer, translate
@@ -39,6 +39,12 @@ _LOOK_EVERY_S: Final = 0.005
 _CLOSE_S: Final = 10.0
 #: Longer than any step takes; whoever waits longer is told that the file does not answer.
 ANSWER_TIMEOUT_S: Final = 30.0
+
+
+class FileWriter(Protocol):
+    """Runs a step in the transaction of the file's writer."""
+
+    async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T: ...
 
 
 class WriteRequest:

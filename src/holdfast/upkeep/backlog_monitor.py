@@ -12,11 +12,10 @@ import time
 from random import Random
 from typing import Final
 
-from holdfast.core.principal import ALL_TENANTS
+from holdfast.core.principal import ALL_TENANTS, AuditEntry
 from holdfast.engine.port import Engine
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.port.ledger import Ledger
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.settings import Settings
 from holdfast.upkeep.loop import LogThrottle, QueueSelection, run_forever
 

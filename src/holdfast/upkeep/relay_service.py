@@ -13,6 +13,7 @@ from holdfast.core.retry import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import FeedDetached, LedgerUnavailable
 from holdfast.ledger.intake_recovery import LedgerProbe, reopen_intake
+from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.outbox.destinations import build_destinations
 from holdfast.outbox.relay import Relay
 from holdfast.settings import Settings
@@ -26,12 +27,6 @@ _log: Final = logging.getLogger("holdfast.outbox")
 
 #: Beyond the time that a publication may take.
 _GRACE_S: Final = 2.0
-
-
-class OutboxOpener(Protocol):
-    """The relay's end of the outbox, not opened yet."""
-
-    async def open(self) -> OutboxStore: ...
 
 
 class RelayApp(Protocol):

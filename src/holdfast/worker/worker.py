@@ -33,6 +33,7 @@ from holdfast.extras import require
 from holdfast.guard.runner import GuardRunner
 from holdfast.identity import new_identity
 from holdfast.ledger.port.ledger import Ledger
+from holdfast.ledger.port.messages import OutboxOpener
 from holdfast.observe.counters import Counters
 from holdfast.observe.logs import log_fields
 from holdfast.observe.redact import redact
@@ -43,7 +44,7 @@ from holdfast.upkeep.backlog_monitor import BacklogMonitor
 from holdfast.upkeep.engine_tasks import EnginePruner, Promoter
 from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.upkeep.loop import QueueSelection
-from holdfast.upkeep.relay_service import OutboxOpener, run_relay
+from holdfast.upkeep.relay_service import run_relay
 from holdfast.worker.fetcher import Fetcher
 from holdfast.worker.in_flight import Drain, InFlight, Run, StopReason
 from holdfast.worker.renewer import LeaseListener, Renewer

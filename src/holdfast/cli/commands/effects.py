@@ -14,14 +14,13 @@ from holdfast.cli.output import emit_json, emit_rows, note, number_of, visible
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_TENANT
-from holdfast.core.principal import Permission, Principal
+from holdfast.core.principal import AuditEntry, Permission, Principal
 from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.engine.port import Engine
 from holdfast.errors import InvalidOption, NoLedger, UsageError
 from holdfast.extras import require_drivers
 from holdfast.ledger.port.effects import EffectOutcome, EffectState
 from holdfast.ledger.port.ledger import Ledger
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.operations.effects import MANY, resume_waiting, with_lost_holders
 
 if TYPE_CHECKING:

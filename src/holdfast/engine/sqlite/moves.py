@@ -15,7 +15,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from holdfast.core.job import DEFAULT_TENANT, ApprovalRequest, Failure, Meta, new_job_ids
+from holdfast.core.job import ApprovalRequest, Failure, Meta, new_job_ids
+from holdfast.core.principal import AuditEntry
 from holdfast.core.states import FINAL, State, check_move, event_for, resolve_event
 from holdfast.core.text import error_fingerprint
 from holdfast.engine.sqlite.feed import FeedWriter, notify_due
@@ -27,20 +28,6 @@ from holdfast.sqlite.transaction import Transaction, Value, json_list, require_r
 SUPERSEDED: Final = "the job went on without an answer"
 
 _encoder: Final = msgspec.json.Encoder()
-
-
-class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody did, for the operators' log."""
-
-    #: `operator.…`; empty: nobody wants it logged.
-    type: str
-    actor: str
-    reason: str
-    target: str
-    target_id: str
-    before: Any
-    after: Any
-    tenant_id: str = DEFAULT_TENANT
 
 
 class ApprovalRequestRow(msgspec.Struct, frozen=True):

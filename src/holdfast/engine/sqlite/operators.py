@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from holdfast.core.job import Approval, Claim, Failure, Meta
+from holdfast.core.principal import AuditEntry
 from holdfast.core.states import EXPEDITED_EVENT, OPERATOR_TARGETS, State, is_legal
 from holdfast.core.verdict import operator_failure, waits_for, with_approval, with_retries_reset
 from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.sqlite.claims import lease_jobs
 from holdfast.engine.sqlite.feed import FeedWriter, notify, notify_due
-from holdfast.engine.sqlite.moves import AuditEntry, JobMove, MoveBatch, insert_audit_entry, withdraw_approvals
+from holdfast.engine.sqlite.moves import JobMove, MoveBatch, insert_audit_entry, withdraw_approvals
 from holdfast.engine.sqlite.rows import CONTROL, VIEW_ROWS, WORK_ROWS, WorkRow, decode_meta
 from holdfast.engine.sqlite.store import EngineContext
 from holdfast.errors import ControlChanged, TransitionInvalid, UnknownJob

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from holdfast.ledger.port.operators import AuditEntry
+from holdfast.core.principal import AuditEntry
 
 #: Where transactional enqueue goes; every other destination is a broker of the relay's configuration.
 ENGINE_DESTINATION: Final = "holdfast"
@@ -247,3 +247,9 @@ class TriggerStore(Protocol):
         """Pause or resume a trigger in every process, with a line in the operators' log in the same transaction;
         whether that changed anything (only then the line is written)."""
         ...
+
+
+class OutboxOpener(Protocol):
+    """The outbox of an app, not opened yet."""
+
+    async def open(self) -> OutboxStore: ...

@@ -20,28 +20,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from holdfast.core.job import JobKey
-from holdfast.core.principal import Role
+from holdfast.core.principal import AuditEntry, Role
 from holdfast.core.states import State
 
 if TYPE_CHECKING:
     from holdfast.ledger.port.effects import EffectOutcome
-
-
-class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the operators' log."""
-
-    #: `operator.…`, `alert.…`
-    type: str
-    actor: str
-    tenant_id: str
-    #: What it was done to: `job`, `queue`, `dlq`, `approval`, `token` …
-    target: str
-    target_id: str
-    queue: str = ""
-    reason: str = ""
-    #: Plain JSON.
-    before: Any = None
-    after: Any = None
 
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True):

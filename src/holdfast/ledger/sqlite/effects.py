@@ -6,8 +6,8 @@ gives up the interpreter's lock and has to win it back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from holdfast.ledger.port.effects import (
     rounds,
 )
 from holdfast.sqlite.transaction import Transaction
+from holdfast.sqlite.writer import FileWriter
 
 T = TypeVar("T")
 
@@ -98,12 +99,6 @@ _held_rows: Final = msgspec.json.Decoder(list[_HeldRow])
 _step_rows: Final = msgspec.json.Decoder(list[_StepRow])
 
 _Key = tuple[str, str]
-
-
-class FileWriter(Protocol):
-    """The file's writer."""
-
-    async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T: ...
 
 
 class SqliteEffectStore(EffectStore):

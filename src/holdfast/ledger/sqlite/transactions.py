@@ -10,9 +10,9 @@ Marks of what has been told, in the file's one writer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import Executable
 from sqlalchemy.dialects.sqlite import dialect
@@ -29,16 +29,11 @@ from holdfast.ledger.transactions.operators import SqlOperatorStore
 from holdfast.ledger.transactions.triggers import EXECUTION_COLUMNS, SqlTriggerStore, execution_row
 from holdfast.schema.columns import InstantColumn
 from holdfast.sqlite.transaction import Transaction, json_list
+from holdfast.sqlite.writer import FileWriter
 
 T = TypeVar("T")
 
 _DIALECT: Final = dialect()
-
-
-class FileWriter(Protocol):
-    """The file's writer."""
-
-    async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T: ...
 
 
 class SqliteTransactions(TransactionRunner):

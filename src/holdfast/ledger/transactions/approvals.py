@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 from sqlalchemy import Executable, Update, insert, select, tuple_, update
 
+from holdfast.core.principal import AuditEntry
 from holdfast.core.text import clean
 from holdfast.errors import Conflict, Forbidden
-from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus, AuditEntry, VoteRow
+from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus, VoteRow
 from holdfast.ledger.transactions.base import NOW, ClockRead, Row, SqlTransaction, chunks, insert_audit, lock_row
 from holdfast.schema import approval_votes, approvals
 from holdfast.schema.columns import tenants_of

@@ -19,9 +19,9 @@ import msgspec
 from sqlalchemy import ColumnElement, Executable, Table, insert, select
 
 from holdfast.core.job import new_job_ids
+from holdfast.core.principal import AuditEntry
 from holdfast.core.text import clean
 from holdfast.errors import HoldfastError, NotFound
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.schema import operator_events
 from holdfast.schema.columns import tenants_of
 

@@ -13,9 +13,10 @@ import msgspec
 from sqlalchemy import Executable, Select, and_, select, tuple_, update
 
 from holdfast.core.job import Meta, Priority, new_job_ids
+from holdfast.core.principal import AuditEntry
 from holdfast.core.text import clean, decode_text
 from holdfast.errors import Conflict, Forbidden
-from holdfast.ledger.port.operators import AuditEntry, DeadLetterStatus, ReplayReservation
+from holdfast.ledger.port.operators import DeadLetterStatus, ReplayReservation
 from holdfast.ledger.transactions.base import NOW, ClockRead, Row, SqlTransaction, chunks, insert_audit, lock_row
 from holdfast.schema import dlq_items, jobs
 

@@ -15,10 +15,10 @@ import msgspec
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 
-from holdfast.core.principal import Role
+from holdfast.core.principal import AuditEntry, Role
 from holdfast.errors import Conflict, NotFound
 from holdfast.ledger.port.effects import EffectOutcome, EffectState
-from holdfast.ledger.port.operators import ApprovalRow, AuditEntry, OperatorStore, ReplayReservation, TokenRow
+from holdfast.ledger.port.operators import ApprovalRow, OperatorStore, ReplayReservation, TokenRow
 from holdfast.ledger.transactions import approvals, dead_letters
 from holdfast.ledger.transactions.base import (
     NOW,

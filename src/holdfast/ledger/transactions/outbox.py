@@ -11,10 +11,10 @@ import msgspec
 from sqlalchemy import ColumnElement, delete, exists, func, literal_column, select, update
 from sqlalchemy.dialects.postgresql import insert
 
+from holdfast.core.principal import AuditEntry
 from holdfast.core.publishing import LANES
 from holdfast.core.text import clean
 from holdfast.ledger.port.messages import OutboxBacklog, OutboxEvent, OutboxStatus, OutboxStore, PublishResult
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.ledger.transactions.base import NOW, Row, SqlTransaction, TransactionRunner, chunks, insert_audit
 from holdfast.schema import outbox_events, outbox_lanes
 from holdfast.schema.columns import tenants_of

@@ -10,9 +10,9 @@ import msgspec
 from sqlalchemy import delete, select
 from sqlalchemy.dialects.postgresql import insert
 
+from holdfast.core.principal import AuditEntry
 from holdfast.core.text import clean
 from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat, TriggerPause, TriggerStore
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.ledger.transactions.base import NOW, Row, SqlTransaction, TransactionRunner, insert_audit
 from holdfast.schema import queue_executions, trigger_pauses, trigger_presences
 

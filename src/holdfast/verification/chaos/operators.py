@@ -18,12 +18,11 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.app import Holdfast
-from holdfast.core.principal import ALL_TENANTS, Principal, Role
+from holdfast.core.principal import ALL_TENANTS, AuditEntry, Principal, Role
 from holdfast.core.retry import Backoff
 from holdfast.core.states import OPERATOR_PREFIX
 from holdfast.errors import Conflict, EffectInDoubt, TransitionInvalid, Unavailable
 from holdfast.ledger.port.effects import EffectOutcome, EffectState
-from holdfast.ledger.port.operators import AuditEntry
 from holdfast.ledger.queries.operators import EffectQueries
 from holdfast.operations.operations import Operations
 from holdfast.operations.suspended import SuspendedFilter
