@@ -1,19 +1,14 @@
-"""Whose cancellation it is: ours to obey, or something that a library or a user's function raised.
+"""Helpers for asyncio, threads and TCP servers that do not depend on jobs.
 
-A coroutine with a thread and an event loop of its own, for what must not wait for the user's code, nor the other way
-round: renewing leases, projecting.
-
-A TCP server for as long as a block runs, with nothing left of it afterwards.
-
-The blocking door: an event loop in a thread of its own, for callers that have none.
-
-For Django views, scripts and threads. One per app, started with the first blocking call; a process that
-was forked after that gets a new one.
-
-Threads for functions that are not `async`.
-
-Daemon threads of our own rather than an executor: the standard one joins its threads when the
-interpreter ends, so that one function that never returns would keep a drained worker alive for ever.
+- `is_own_cancellation`, `raise_if_cancelled`: distinguish a cancellation of the current task from a `CancelledError`
+  that a library or the user's function raised.
+- `LoopThread`: a coroutine in its own thread with its own event loop, for work that must not wait for user code, nor
+  user code for it (renewing leases, projecting).
+- `serve_tcp`: a TCP server for the duration of a block; nothing of it remains afterwards.
+- `BlockingPortal`: an event loop in a thread for callers without one (Django views, scripts, threads). One per app,
+  started with the first blocking call; a process forked after that gets a new one.
+- `DaemonThreads`: threads for functions that are not `async`. They are not an executor's, because the standard one
+  joins its threads at interpreter exit, and one function that never returns would keep a drained worker alive.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Time as a dependency.
+"""The wall clock as a dependency, and conversions between milliseconds, `datetime` and ISO 8601.
 
-Leases, retries and schedules go by the *engine's* clock (Redis `TIME`, or this `Clock` embedded, where
-engine and worker share a machine). Worker-side durations use the monotonic clock and survive any step
-of the wall clock.
-
-Instants, spans and states as people read them, and jobs as programs read them.
+Leases, retries and schedules use the *engine's* clock: Redis `TIME`, or this `Clock` when embedded, where engine and
+worker share a machine. Durations in a worker use the monotonic clock and are not affected by a step of the wall clock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""From a URL to an engine; the only place that knows which adapters there are.
+"""Build the engine, ledger and outbox that the settings name; the only module that knows the adapters.
 
-From settings to a ledger; the only place that knows which there are.
+What it returns is not open yet.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""What triggers and the outbox need of a broker. Each broker has one module with an adapter and a publisher.
+"""Broker protocols for triggers and the outbox: `QueueAdapter`, `Publisher` and their messages.
 
-A client connects once in the foreground, so that a wrong address or password is told at once; from then on it comes
-back by itself, with backoff, and says so in its log. No error, log line or `repr` of a client shows a credential.
+A client connects once in the foreground, so that a wrong address or password is reported immediately. After that it
+reconnects by itself with backoff and logs it. No error, log record or `repr` of a client contains a credential.
 
-What is the same on every broker about what is written: headers of dead letters, and tombstones.
-
-Times that come from outside.
+Also what all brokers share: dead-letter headers, the error for tombstones, and conversion of external timestamps.
 """
 
 from __future__ import annotations

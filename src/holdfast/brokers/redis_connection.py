@@ -1,9 +1,7 @@
-"""What the adapter and the publisher of Redis Streams share: how to connect, what errors mean, how a message is laid
-out in an entry.
+"""Redis Streams settings, error translation, entry encoding, and the publisher.
 
-An entry's field `body` (else `payload`, else `data`) is the body, `key` the key; all other fields are headers.
-
-The publishing end of Redis Streams.
+The entry field `body` (else `payload`, else `data`) is the body and `key` is the key; all other fields are headers.
+`RedisPublisher` appends the messages of one call in one transaction.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How SQS is reached and who we are to it, what its errors mean, and that no log shows a credential.
+"""SQS settings, client, error translation and message encoding.
 
-SQS's messages and the port's.
+No log record contains a credential: botocore's loggers are filtered, because they write request headers at DEBUG.
 
-SQS carries text of XML's characters, at least one of them, and ten attributes with names of few characters. What fits
-is written as it is, so that other programs can read it. What does not: bodies become base64 (`x-body-encoding`),
-headers become one attribute of JSON (`x-headers`); the adapter undoes both.
+SQS carries non-empty text of XML characters and ten attributes with restricted names. What fits is written unchanged,
+so that other programs can read it. Otherwise a body becomes base64 (`x-body-encoding`) and headers become one JSON
+attribute (`x-headers`); `decode` reverses both.
 """
 
 from __future__ import annotations

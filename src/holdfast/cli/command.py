@@ -1,12 +1,9 @@
-"""How a command is declared: once here are the options that all of them share, and what becomes of errors.
+"""Declaration of commands: `@command`, shared options, error output and exit codes.
 
-A command is a plain function whose first parameter is the `Connection`; `@command` adds `--url`,
-`--namespace` and `--debug`, puts the examples into the help, and turns a `HoldfastError` into its line
-and its exit code.
+A command is an async function whose first parameter is the `EngineTarget`. `@command` adds `--url`, `--namespace` and
+`--debug`, puts the examples into the help, and turns a `HoldfastError` into one line on stderr and an exit code.
 
-Exit codes that mean something, and the one line a person sees when something is wrong.
-
-Scripts may rely on the codes: 3 and 5 are worth another try, 2, 4 and 6 are not.
+Scripts may rely on the codes of `ExitCode`: 3 and 5 are worth a retry; 2, 4 and 6 are not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A job's story as the ledger tells it: lines for a table, stacks, and documents for programs.
-
-Dead letters as people and programs read them.
-"""
+"""Rows and JSON documents of a job's history in the ledger, and of dead letters."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""A job as people read it: a row of a list, the facts of one job, and what lies beside its story.
+"""Rows and details of jobs, and a job's timeline from the engine's data.
 
-A job's story as the engine remembers it: created, each attempt, what it waits for, its end.
-
-Attempts that left no record of their own (their worker died, so nobody reported) are read from the gaps
-in the numbering.
+The timeline lists the creation, each attempt, what the job waits for, and its end. Attempts without a record (the
+worker died before it could report) are inferred from gaps in the attempt numbers.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""`--processes N`: worker processes side by side, started again when they end, until told to stop.
+"""Event loop, signals and process supervision for long-running commands.
 
-A process that ends well (it was recycled) is replaced at once; one that crashes, that has hardly lived, or
-that cannot be started at all, after a growing pause.
-The first signal asks all to drain, a second one to hurry. It signals and kills only processes that it
-started itself and has not yet waited for.
+`run_async` runs a command's coroutine, on uvloop if it is installed. While a long-running command works, the first
+SIGTERM, SIGINT or SIGHUP makes it finish, the second makes it stop now.
 
-Runs a command's coroutine, on uvloop where it is installed.
-
-SIGTERM, SIGINT and SIGHUP while a long-running command works: the first asks it to finish, the second to hurry.
-
-What commands have in common that work until they are told to end.
-
-`holdfast worker --processes N`: the same call once more for each process, kept running by the supervisor.
+`Supervisor` implements `holdfast worker --processes N`: it runs the same command once per process and restarts those
+that end. A process that exits with 0 (recycled) is replaced immediately; one that crashed, ended very early or could
+not be started, after a growing pause. The first signal drains all processes, the second makes them stop now. It signals
+and kills only processes that it started and has not yet waited for. A worker whose supervisor has died drains.
 """
 
 from __future__ import annotations

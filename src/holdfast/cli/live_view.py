@@ -1,11 +1,10 @@
-"""Reading along with the engine's feed, from now on; for screens only, it registers no reader.
+"""Live output of `holdfast jobs watch` and `holdfast dev`, read from the engine's feeds.
 
-A feed without a registered reader is bounded, so a reader that is too slow may miss entries: rates are
-then too low, nothing else.
+`FeedFollower` attaches no reader. A feed without one is bounded, so a slow follower may miss entries: rates are then
+too low, nothing else is affected.
 
-The live view of `holdfast jobs watch`: open jobs from the engine, ended ones from the ledger, rates from a feed.
-
-What `holdfast dev` shows: each job's steps as they happen, read from the feed on a connection of its own.
+`jobs watch` shows open jobs from the engine, ended ones from the ledger and rates from the feeds. `dev` prints each
+event as it happens, over a separate connection.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What goes to stdout: a table for a person at a terminal, plain lines for a pipe, JSON for a program.
+"""Output to stdout as a table, plain lines or JSON; formatting of instants, durations, states and jobs.
 
-stdout carries the answer and nothing else; notes and logs go to stderr. At a terminal no word is broken in two: an
-identifier can be copied whole, whatever the width. Control characters are shown, never sent to the terminal.
-
-Instants, spans and states as people read them, and jobs as programs read them.
+stdout carries only the answer; notes and logs go to stderr. On a terminal no word is broken, so that identifiers can be
+copied whole at any width. Control characters are written out, never sent to the terminal.
 """
 
 from __future__ import annotations

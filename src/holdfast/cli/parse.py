@@ -1,7 +1,4 @@
-"""Words of the command line into values: arguments of a task, durations, instants.
-
-Options that choose among many: dead letters, suspended jobs.
-"""
+"""Parsing of task arguments, durations and instants, and the filter options of dead letters and suspended jobs."""
 
 from __future__ import annotations
 

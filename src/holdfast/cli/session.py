@@ -1,22 +1,12 @@
-"""From `module:app` or `file.py:app` on the command line to the Holdfast it names.
+"""App loading, and the engine, ledger, operations and principal of a command.
 
-Also without `:app` when the module holds exactly one. What cannot be loaded is a `UsageError` that says
-what was tried.
+`load_app` resolves `module:app` or `file.py:app`; `:app` may be omitted if the module holds exactly one. An app that
+cannot be loaded raises a `UsageError` that says what was tried.
 
-How a command is declared: once here are the options that all of them share, and what becomes of errors.
+`HOLDFAST_TOKEN` identifies the principal. Without it the local user is an unverified admin of all tenants, who may do
+everything except what needs two principals: two terminals do not prove two different ones.
 
-A command is a plain function whose first parameter is the `Connection`; `@command` adds `--url`,
-`--namespace` and `--debug`, puts the examples into the help, and turns a `HoldfastError` into its line
-and its exit code.
-
-Finding what a person named: a job in one of many queues, or the queues themselves.
-
-Who works at this terminal, and the offices where they work.
-
-`HOLDFAST_TOKEN` says who someone is. Without it somebody who holds the stores' addresses may do all that one person may
-do, but nothing that takes two: nobody knows that two people at two terminals are two.
-
-Engine and ledger together, for commands that look at both.
+Commands that only read do not create a missing database or ledger.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """An app's engines and ledgers, one of each per event loop, all on the same stores.
 
-They belong to one event loop. So the same app works in a web server, behind the blocking door, and
-in a script that calls `asyncio.run` twice: each loop gets its own when it first asks.
-
-`app.ledger`: the user's door to the ledger of the running event loop.
+An engine and a ledger belong to one event loop. `LoopConnections` creates them when a loop first needs them, so the
+same app works in a web server, behind the blocking portal, and in a script that calls `asyncio.run` twice.
+`LedgerClient` is `app.ledger`: queries on the ledger of the running loop, and waiting until it has caught up.
 """
 
 from __future__ import annotations

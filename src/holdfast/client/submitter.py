@@ -1,14 +1,14 @@
-"""The way in: submissions of one event loop, coalesced into shared calls of the engine.
+"""Submission of jobs, coalesced into shared engine calls per event loop.
 
-Callers that submit at the same moment share a call, so that a hundred concurrent ones cost about as much
-as a batch of a hundred. A caller that is alone waits for one turn of the loop and one round trip.
-Each queue has calls of its own: a queue that refuses intake refuses only its own callers.
+`BatchingSubmitter`: callers that submit at the same moment share a call, so that a hundred concurrent submissions cost
+about as much as a batch of a hundred. A single caller waits for one iteration of the loop and one round trip. Each
+queue has separate calls: a queue that refuses intake refuses only its own callers.
 
-A durable submission returns once the ledger has the job. Those that shared a call wait together, and the next calls go
-out meanwhile. An engine that has lost its memory (`FeedUnread`) gets its keys back from the ledger before the call is
-repeated; all callers wait for the same refill.
+A durable submission returns once the ledger has the job. Submissions that shared a call wait together, and the next
+calls are sent meanwhile. If the engine has lost its data (`FeedDetached`), its idempotency keys are restored from the
+ledger before the call is repeated; all callers wait for the same restore.
 
-The desk in front of the desk, where submissions are traced: a span for each call, and its context on every job.
+`TracedSubmitter` wraps another submitter: a span for each call, and its trace context on every job.
 """
 
 from __future__ import annotations

@@ -1,21 +1,7 @@
-"""JSON in and out, checked against a function's annotations. Never pickle.
+"""JSON encoding and decoding of arguments and results, checked against a function's annotations. Never pickle.
 
-On the wire a payload is a JSON object of keyword arguments; an array of positional ones is accepted too.
-Plain types, dataclasses, msgspec structs, TypedDicts, enums and pydantic models all work, nested or not.
-
-A batch of feed events, folded into what the ledger is to write: one row a job, however much happened to it. Pure.
-
-`assume` needs no look-up: a job that begins in the batch is taken for new, any other for being where its first event
-says it was, in the attempt in which it was. The store holds both against its rows and has everything taken back if one
-does not fit; then `fold` is given what the ledger knows and tells the truth event by event. What does not fit the
-ledger's story is an anomaly:
-
-- the ledger has the job's end: nothing follows an end, so the event is kept as an anomaly only;
-- the job is elsewhere, but open: the engine went on from an earlier point (a stale replica, a cut AOF). The story gets
-  a `ledger.forked` event to where the engine was, then the event. An earlier attempt in the same state is elsewhere;
-- the ledger has never heard of the job (its feed was cut before somebody read it): the same, after a creation of ours.
-
-What people did (`operator.…`) is no part of a job's story, and goes into the operators' log as it is.
+On the wire a payload is a JSON object of keyword arguments; an array of positional arguments is accepted too.
+Plain types, dataclasses, msgspec structs, TypedDicts, enums and pydantic models are supported, nested or not.
 """
 
 from __future__ import annotations

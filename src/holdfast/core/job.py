@@ -1,27 +1,9 @@
-"""A job and what travels with it, as both engines and every worker see it.
+"""Data structures of a job, shared by all engines, the ledger and workers.
 
-`Envelope` is what a caller submits, `Claim` what a worker gets, `JobView` what a reader sees. `Meta` is
-the part that grows while a job lives: counters, policy of its own, history (requirement Y6).
-Instants are whole milliseconds of the engine's clock.
-
-The engine port: the only way a job moves from state to state.
-
-Everything takes and returns batches; one batch of one queue is one atomic step (a Lua script on Redis,
-a transaction on SQLite) that also appends to the feed exactly the moves it made. Time is the engine's.
-
-What every adapter guarantees, and `holdfast.testing.contract` proves:
-
-- An accepted job is never lost: `submit` has returned.
-- A move that `core.states.MOVES` does not know changes nothing.
-- A settle or renew whose lease is lost changes nothing.
-- One final state and one final event per job.
-
-All methods raise `EngineUnavailable` when the store does not answer; all may then be called again with
-the same arguments: `submit` recognises its job ids, `settle` its lease tokens, the rest is repeatable.
-Where queues are on several servers, a call for several queues serves those that answer, and raises if none
-does; `settle` and `renew` raise `PartlyDone` if one does not.
-
-The name of one job in the ledger.
+`Envelope` is what a caller submits, `Receipt` the engine's answer, `Claim` what a worker gets, `JobInfo` what a reader
+gets, `Event` what the feed passes to the ledger. `JobKey` identifies one job in the ledger. `Meta` is the part that
+grows during a job's lifetime: counters, its own policy, history (requirement Y6). Instants are whole milliseconds of
+the engine's clock.
 """
 
 from __future__ import annotations

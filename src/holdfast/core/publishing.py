@@ -1,9 +1,8 @@
-"""Job events, published through the outbox: rows of `outbox_events`, written in the transaction that writes the events.
+"""Job events as rows of `outbox_events`, and the lanes of outbox keys.
 
-So each event of a job's story is published once if the story is written once, whoever is killed in between. Its id is
-made of the job and the event's number, and its key is the job: of one job they are published in order.
-
-What the relay needs of the store that has `outbox_events`.
+The rows are written in the transaction that writes the events. An event is therefore published once if the history is
+written once, even when a process is killed in between. The row's id is derived from the job and the event's number. Its
+key is the job id, so events of one job are published in order. Large texts are left out (`TEXT_LIMIT`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""When a failed job runs again (requirements Y1, Y8, Y9).
+"""Retry policy for failed jobs (requirements Y1, Y8, Y9), and backoff for unreachable stores.
 
-`delay = min(cap, base · multiplier^(n−1)) + jitter`, n counting retries from 1, or a list of delays.
-
-How long to wait before trying a store again: longer each time, never all at the same moment.
+`Retry`: `delay = min(cap, base · multiplier^(n−1)) + jitter`, n counting retries from 1, or a list of delays.
+`Backoff`: waits that grow up to a limit, spread at random so that processes do not retry at the same moment.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Text that a ledger can hold: PostgreSQL takes neither NUL nor lone surrogates, and one bad text must not stop all.
+"""Limits for names and keys, storable text, error fingerprints and queue prefixes. Pure.
 
-What names, keys and trace ids may be.
-
-How the names of a queue begin in a store that many programs share.
-
-What kind of error a dead letter died of: letters of one kind have the same fingerprint. Pure.
+PostgreSQL accepts neither NUL nor lone surrogates in text. `clean` and `decode_text` replace them, so that one bad text
+does not stop the projection of all others. Dead letters with the same kind of error have the same `error_fingerprint`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Where the demo runs: a temporary folder with its own store, which no setting of this machine reaches.
+"""The demo's temporary folder and store, and its `holdfast worker` and command processes.
 
-Its workers and commands are child processes and inherit the folder and the settings.
-
-The demo's workers: real `holdfast worker` processes, as in production.
+The sandbox replaces all `HOLDFAST_*` variables and the working directory; child processes inherit both. Workers are
+real `holdfast worker` processes, as in production.
 """
 
 from __future__ import annotations

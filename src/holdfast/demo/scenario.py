@@ -1,6 +1,6 @@
-"""What happens in the demo: submissions of every kind, live progress, a kill, people, the reckoning.
+"""The steps of the demo: submissions, live progress, a killed worker, operators, the final check.
 
-Two people in the demo: one approves a large refund, and it takes both to throw a dead letter away.
+Two principals take part: one approves a large refund, and discarding a dead letter needs both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Steps (requirement E4): checkpoints inside a job, and sleep that outlives the process.
+"""What a task calls: `ctx.effect`, `ctx.step`, `ctx.sleep` (requirement E4) and `ctx.blocking`.
 
-A step is known by its position, in the order in which the task's own code takes them. On a retry a recorded one returns
-its result and does not run again. If the code has changed so that another step stands at a recorded position, nobody
-can say what the results belong to: the job is suspended.
+A step is a checkpoint inside a job; a sleep outlives the process. A step is identified by its position in the order in
+which the task's own code takes its steps. On a retry, a recorded step returns its result and does not run again. If
+the code has changed so that another step is at a recorded position, the recorded results cannot be matched to steps,
+and the job is suspended.
 
-What a task calls: `ctx.effect`, and `ctx.blocking` for functions that run in a thread.
+`BlockingContext` (`ctx.blocking`) offers the same to plain functions, which run in a thread.
 """
 
 from __future__ import annotations

@@ -1,15 +1,6 @@
-"""The functions that tasks hand to effects, steps and transactions: their names, their results, how they are run.
+"""Options of effects, and the names, fingerprints, calls and results of the functions passed to them.
 
-Once-only effects (requirement E2): reserve, act, record.
-
-    free ──reserve──► reserved ──act, record──► done ──► a second caller gets the recorded result
-                          │ an error, a timeout, a crash
-                          ▼
-                       in doubt ──► suspended, run again, or a check decides
-
-Nothing is done without a reservation in the ledger. One whose holder lives is waited for; one whose holder is lost, or
-that ended with an error, is in doubt: the effect may have happened. An end is recorded by the reservation's token,
-not by the job's lease, so that a holder that comes back late resolves the doubt.
+Effects, steps and transactions share it; `effects.effect` describes how an effect is reserved and recorded.
 """
 
 from __future__ import annotations

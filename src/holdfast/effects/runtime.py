@@ -1,9 +1,10 @@
-"""The ledger's effects as single calls: those of one event loop that come at the same moment share a transaction.
+"""What the effects of one worker share: batched access to the ledger, and the effects in progress.
 
-A hundred concurrent effects cost about as much as a batch of a hundred. A caller that is alone waits for one turn of
-the loop and one round trip. What was asked for goes through even if the caller is cancelled meanwhile.
+`EffectBatcher` turns single calls into batches: calls of one event loop that come at the same moment share a
+transaction, so that a hundred concurrent effects cost about as much as a batch of a hundred. A single caller waits for
+one iteration of the loop and one round trip. A call that has been made completes even if its caller is cancelled.
 
-What the runs of one worker share to act once: the ledger's desk, a look at other jobs, and what is under way.
+`EffectRuntime` exists once per event loop that runs jobs, `RunScope` once per run.
 """
 
 from __future__ import annotations

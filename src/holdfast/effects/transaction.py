@@ -1,9 +1,8 @@
-"""An effect that is a write in the user's own database (requirement E3): key, write and result are one transaction.
+"""Effects in the user's own database (requirement E3): key, write and result in one transaction.
 
-Nothing is ever in doubt: either all of it is there, or nothing. A second caller meets the key at its unique index,
-waits there while the first one is at work, and gets its result.
-
-The table of keys in a database of the user's own, for `ctx.transaction`.
+Such an effect is never in doubt: either all of it is committed or none of it. A second caller blocks on the unique
+index of the key while the first transaction is open, and then gets its result. The keys are in the table
+`idempotency_keys` of that database, which `create_keys_table` creates.
 """
 
 from __future__ import annotations

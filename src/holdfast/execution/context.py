@@ -1,11 +1,10 @@
-"""What a running task may know about its own job.
+"""`Context`: a running task's view of its own job, and its access to effects, steps and approvals.
 
-A task gets one if a parameter is annotated with `Context`; it is not part of the payload, and is not
-made for tasks that do not ask. Through it the task acts once (`effect`, `transaction`) and takes steps.
+A task gets a context if one of its parameters is annotated with `Context`. It is not part of the payload, and is not
+created for tasks without such a parameter.
 
-What a task began through its context: known until it is awaited.
-
-A coroutine that is made and not awaited does nothing, in silence: a job whose charge was forgotten would succeed.
+`Begun` keeps the coroutines that a task created through its context until they are awaited. A coroutine that is never
+awaited silently does nothing, so without this check a job that omitted an `await` would succeed.
 """
 
 from __future__ import annotations

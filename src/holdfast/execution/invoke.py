@@ -1,8 +1,7 @@
-"""From an exception to an outcome: what sort of failure it was, and what is kept of it (requirements Y2, Y8).
+"""Call a task's function and turn what it returns or raises into an outcome (requirements Y2, Y8).
 
-One run of a task's function: arguments in, outcome out; never raises what the user's code raised.
-
-The same on the event loop, in a thread, in a child process and in inline mode.
+It never raises what the user's code raised. It behaves the same on the event loop, in a thread, in a child process and
+in inline mode. What is kept of an exception is bounded and redacted.
 """
 
 from __future__ import annotations

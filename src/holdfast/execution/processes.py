@@ -1,12 +1,12 @@
-"""The child's side of `process=True`: reads jobs from a socket, runs them one by one, writes outcomes.
+"""Child processes for tasks with `process=True`: the worker's pool and the child's main loop.
 
-A thread reads, so that the child ends at once when its worker is gone, also in mid-run: a child never
-outlives the process that holds the lease. Signals from a terminal or a process group are left to the parent.
+Parent: `ProcessPool` reuses children, and kills a child when its job is ended from outside. A child is a new
+interpreter, never a fork, at the other end of a socket pair. The pool kills only children that it started itself,
+through the handle that the operating system gave for them.
 
-Child processes for `process=True`: reused while they behave, killed when their job is over from outside.
-
-A child is a fresh interpreter (never a fork of this one) at the other end of a socket pair. The pool
-kills only children that it started itself, through the handle that the operating system gave for them.
+Child: `main` reads jobs from the socket, runs them one by one and writes outcomes. A separate thread reads, so that the
+child exits at once when its worker is gone, even during a run: a child never outlives the process that holds the lease.
+Signals from a terminal or a process group are left to the parent.
 """
 
 from __future__ import annotations

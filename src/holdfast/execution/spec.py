@@ -1,9 +1,7 @@
-"""Everything about a task that running one of its jobs needs, worked out once when it is registered.
+"""`TaskSpec`: everything needed to run a task's jobs, computed once when the task is registered.
 
-Finding a task again in another process.
-
-A child process imports the module that defines the function, by name if it has one, else from its file,
-and takes the task from there: from a module-level name, or from an app that the module holds.
+`TaskLocation` finds a task in another process. A child process imports the module that defines the function, by name
+if it has one, else from its file, and gets the task from a module-level name or from an app that the module holds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a guard is asked, and what it may answer (requirement A1).
+"""What a guard receives and may decide (requirement A1), and a task's own approval requests (A3).
 
-What an approval is for: a hash of everything that was shown, so that nothing else can run on it.
+An approval is bound to a hash of everything that the approvers were shown, so that nothing else can run on it
+(`payload_hash`, `request_hash`).
 
-A task's own question in the middle of its run (requirement A3): the answer, or the run ends until it is there.
-
-A yes is for what was shown: the job as it is, and the question's details. Asked with other details, it is another
-question, and people decide anew.
+`approval_or_request` serves a task that requests approval during its run: it returns the approval, or ends the run
+until there is one. The approval holds for the job as it is and for the details of the request; the same request with
+other details is a new one and needs a new decision.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The FastAPI application: the API by itself, or mounted in the user's own.
+"""The FastAPI application, standalone or mounted in the user's, and dispatch from request to handler.
 
-From a request to its handler and back: method, who asks, what they may, limits, errors. Plain ASGI.
+`Endpoint` is plain ASGI. It checks the method, token, permission, headers, query and body before it calls the handler,
+and turns errors into problem responses.
 """
 
 from __future__ import annotations

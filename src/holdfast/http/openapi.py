@@ -1,6 +1,6 @@
-"""The OpenAPI document, from the same operations and structs that serve the requests.
+"""The OpenAPI document, built from the operations and structs that serve the requests.
 
-Examples for the OpenAPI document: made of the schemas, so that none is missing and each of them fits.
+Examples are generated from the schemas, so that none is missing and each one is valid.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""What the API can do, one `Operation` each: the dispatcher serves them, the OpenAPI document lists them.
+"""API operations: `Operation`, `Call`, `Reply`, and reading of paths, headers, query strings and bodies.
 
-A handler gets a `Call` (who asks, and what, checked) and returns a `Reply`; it holds no logic of its own beyond
-translating between wire and offices.
+The dispatcher serves the registered operations and the OpenAPI document lists them. A handler gets a `Call` (principal
+and validated input) and returns a `Reply`; it only translates between the wire format and `Operations`.
 
-The few types of ASGI that this package needs, and an answer that is ready to be sent.
+`SlashRoute` allows slashes in path parameters, because names of queues, tenants and jobs are any printable ASCII.
 
-Paths whose parts may have slashes in them: names of queues, tenants and jobs are printable ASCII, slashes too.
-
-Requests as the handlers want them: bodies within limits, query parameters, headers; all checked by msgspec structs.
-
-A body is counted while it comes in, so that a huge one is refused before it is here, and its depth is measured before
-it is parsed. Unknown fields and unknown parameters are refused: a filter that was misspelt must not show everything.
+A body is counted while it is received, so that one over the limit is refused early, and its depth is measured before it
+is parsed. Unknown fields and query parameters are refused: a misspelt filter must not return everything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Server-sent events to one client, until it goes, or does not read any more.
+"""Server-sent events to one client (`EventStream`), and notification of ledger progress (`LedgerWatch`).
 
-Waiting for the ledger to follow the feeds: however many wait, one of us per queue asks how far it is, and only when
-it has moved. Nothing is polled.
+A stream lasts until the client disconnects or is cut off because it does not read. `LedgerWatch` has one task per
+queue, however many waiters there are; it waits for the ledger's position to change and does not poll.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Places in a stream of events: how far each queue's feed had been told. The same in every process that serves it.
+"""Subscribers of an event stream: their filters, encoded events and event ids.
 
-As text, which is an event's id: `queue=position;queue=position;…`, names quoted, the event's own queue first with the
-event's number within its entry after a dot. Positions are numbers, joined as the engine likes.
+An event id is a position in every feed, the same in every process: `queue=position;queue=position;…` with quoted queue
+names, the event's own queue first, the event's number within its feed entry after a dot. A position consists of numbers
+joined as the engine chooses.
 
-That names every queue and tells how far it has come. Who is not of every tenant gets the same under a `Cover`.
-
-Who listens to an event stream, what each wants to hear, and events as they go over the wire.
+Such an id reveals every queue and its progress. Subscribers restricted to some tenants get it encoded by
+`EventIdCodec`, which makes it unreadable and rejects forged ids. Subscribers with equal filters share encoded
+events. A subscriber that does not read is disconnected when `BACKLOG` or `BACKLOG_BYTES` is reached.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What goes over the wire, as msgspec structs: they check requests, encode answers, and are the document's schemas.
+"""Request and response structs of the HTTP API.
 
-Requests refuse fields that they do not know. Instants are RFC 3339 in UTC.
-
-What became of many, as answers tell it.
+The msgspec structs validate requests, encode responses and are the schemas of the OpenAPI document. Requests with
+unknown fields are refused. Instants are RFC 3339 in UTC.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Whose ledger it is: a ledger belongs to one namespace, which the first one to open it writes down.
+"""Ownership of a ledger by one namespace, and the `doctor` findings common to all stores.
 
-Two engines in one ledger would mix their jobs, and each would restore the other's. So would two of the same namespace;
-those cannot be told from one that has moved, so they are only warned of: the ledger notes by which address its engine
-was last reached.
-
-What `doctor` says of any ledger, whatever its store.
+The first process to open a ledger records its namespace. Two engines in one ledger would mix their jobs, and each would
+restore the other's, so another namespace is refused (`check_owner`). Two engines of the same namespace cannot be
+distinguished from one that has moved. The ledger therefore records the address of the engine it was last used with, and
+`engine_changed` only logs a warning.
 """
 
 from __future__ import annotations

@@ -1,25 +1,8 @@
-"""A batch of feed events, folded into what the ledger is to write: one row a job, however much happened to it. Pure.
+"""What single feed events say: failure, envelope, attempts, approval requests (A2), audit entries (H5). Pure.
 
-`assume` needs no look-up: a job that begins in the batch is taken for new, any other for being where its first event
-says it was, in the attempt in which it was. The store holds both against its rows and has everything taken back if one
-does not fit; then `fold` is given what the ledger knows and tells the truth event by event. What does not fit the
-ledger's story is an anomaly:
-
-- the ledger has the job's end: nothing follows an end, so the event is kept as an anomaly only;
-- the job is elsewhere, but open: the engine went on from an earlier point (a stale replica, a cut AOF). The story gets
-  a `ledger.forked` event to where the engine was, then the event. An earlier attempt in the same state is elsewhere;
-- the ledger has never heard of the job (its feed was cut before somebody read it): the same, after a creation of ours.
-
-What people did (`operator.…`) is no part of a job's story, and goes into the operators' log as it is.
-
-Rows of a folded batch, in the order of their columns; one set for every store.
-
-Stores differ in how they say an instant.
-
-What feed events mean for people: questions that are asked or void (requirement A2), deeds of operators (H5). Pure.
-
-A job's question is a row of `approvals` from the event that holds the job, and open until people answer it or the job
-goes on without them. What an operator did is a row of `operator_events`, and never of the job's story.
+A job's approval request is a row of `approvals` from the event that holds the job. It stays open until it is decided or
+the job continues without a decision. What an operator did is a row of `operator_events`, never part of the job's
+history; its id is derived from its position in the feed, so that it is written once.
 """
 
 from __future__ import annotations

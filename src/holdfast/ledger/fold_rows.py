@@ -1,11 +1,6 @@
-"""Rows of a folded batch, in the order of their columns; one set for every store.
+"""Rows of a folded batch in column order, outbox rows included; the same for every store.
 
-Stores differ in how they say an instant.
-
-Job events, published through the outbox: rows of `outbox_events`, written in the transaction that writes the events.
-
-So each event of a job's story is published once if the story is written once, whoever is killed in between. Its id is
-made of the job and the event's number, and its key is the job: of one job they are published in order.
+Stores differ only in how they represent an instant, so each passes its own conversion (`AsInstant`).
 """
 
 from __future__ import annotations

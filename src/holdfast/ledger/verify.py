@@ -1,18 +1,16 @@
-"""Does the ledger tell legal stories? Reads all of it, or what is new, at one moment, and proves it job by job.
+"""Verify that the ledger's histories are legal and consistent, job by job, for all jobs or recent ones.
 
 For every job: its events are numbered 1 to n without a gap, every move is legal by the table, at most one event is
-final, and the job's own row says what its events say (state, attempt, retry count, number of events, end). A job that
-failed has its dead letter, no event is without its job, and no open dead letter without its job. What people decided
-agrees with it (`ledger.verify_people`). Forks and anomalies are no faults: they are what an outage leaves behind,
-legally; they are counted.
+final, and the job's row agrees with its events (state, attempt, retry count, number of events, end). A failed job has
+its dead letter; no event and no open dead letter is without its job. Forks and anomalies are not faults, because an
+outage legally leaves them; they are counted.
 
-Memory is constant: jobs and events are read side by side, in the order of the job's key.
+Operators' decisions must agree too. An open approval request belongs to a job that waits for it. A decision delivered
+to the engine agrees with the event by which its job left `waiting_approval`; one that another move preceded (the job
+was cancelled meanwhile) is not a fault. A discarded dead letter names two different operators, a replayed one its new
+job.
 
-The part of `ledger.verify` that is about people: do approvals and dead letters say what their jobs' events say?
-
-An open question belongs to a job that waits. A decided one that the engine was told of agrees with the event by which
-its job went on; one that the job overtook (somebody cancelled it meanwhile) is no fault. A discarded letter has two
-different people, a replayed one its new job.
+Everything is read from one snapshot. Memory is constant: jobs and events are read side by side, in job key order.
 """
 
 from __future__ import annotations

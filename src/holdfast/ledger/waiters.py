@@ -1,13 +1,14 @@
-"""Waiting for a ledger to move, without polling: who waits for a queue is woken after a commit that concerns it.
+"""Waiting for ledger commits without busy polling: a queue's waiters are woken after a commit that concerns it.
 
-A waiter looks, waits, and looks again; being woken for nothing is allowed, missing something is not:
+A waiter checks, waits, and checks again. It may be woken for nothing, but never misses a commit (`source` is a
+`CommitSource`):
 
-    with store.news.of(queue) as turn:
-        while not await look():
-            if not await turn.wait(timeout_s):
+    with source.of(queue) as waiter:
+        while not await check():
+            if not await waiter.wait(timeout_s):
                 break
 
-Waiting until jobs are in the ledger: however many callers wait, one look-up for all of them after each commit.
+`RecordedWaiter` waits until jobs are in the ledger, with one look-up after each commit for all callers of a queue.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Plain counters of one process, cheap enough for the hot path; `observe.metrics` reads them when it is scraped.
+"""Counters of one process, cheap enough for the hot path; `observe.prometheus` reads them on a scrape.
 
-What settlements add to a process's counters, on every engine.
+`count_settlements` adds settled attempts to them, in the same way for every engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Logs of the long-running commands: to stderr, for a person or as one JSON object a line, never a secret.
+"""Logs of the long-running commands: to stderr, as plain text or one JSON object per line, redacted.
 
-A line that is written in a job's run, by the user's code too, names the job.
-
-Which job the code at hand belongs to: set around a run, read by whoever logs.
+Log records written during a run, including those of the user's code, carry the job's fields. `current_claim` is set
+around each run and read by the formatter.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Metrics of the outbox, under names that other programs know: they have no prefix (requirement M1).
+"""Prometheus metrics from counters and store gauges (requirement M1), and a small server for them.
 
-Metrics of triggers, by their queue, under names that other programs know: they have no prefix (requirement M1).
+`MetricsCollector` does no I/O. Counters describe this process. Gauges describe the stores and are the same from every
+process: aggregate them with `max by (…)`. Metrics of the outbox and of triggers have names that other programs know,
+and therefore no prefix.
 
-From counters and what was seen of the stores to Prometheus metrics (requirement M1). Pure: asks nobody.
-
-Counters are of this process. Gauges are of the stores, the same whichever process is asked: `max by (…)` them.
-
-A small HTTP server for `/metrics`, `/livez` and `/readyz`, on the event loop of a worker, upkeep or triggers.
-
-A loop that is blocked answers none of them, so that a liveness probe fails by its own timeout.
+`serve_metrics` serves `/metrics`, `/livez` and `/readyz` on the event loop of a worker, upkeep or triggers. A blocked
+loop answers none of them, so that a liveness probe fails by its own timeout.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Secrets are blotted out before a text leaves the process: in logs, in failures (and so in events and dead letters),
-in HTTP errors (requirements M3, T7).
+"""Mask secrets before text leaves the process: logs, failures, HTTP errors, output (M3, T7).
 
-What is found: passwords in URLs, values of names like `password`, `token` or `api_key` in every common notation,
-`Authorization` headers, bearer tokens, holdfast's own tokens, AWS keys, JSON web tokens, private keys, and what the
-setting `redact` adds. A secret that nothing in the text gives away cannot be found: do not put one into an exception.
+Failures include the events and dead letters made from them. Masked are: passwords in URLs, values of names like
+`password`, `token` or `api_key` in every common notation, `Authorization` headers, bearer tokens, holdfast's own
+tokens, AWS keys, JSON web tokens, private keys, and what the setting `redact` adds. A secret that nothing in the text
+identifies cannot be found: do not put one into an exception.
 
-Time is linear in the text for all practical texts, and `bounded` cuts the others first.
-
-Nothing that this program prints may carry a password (requirement T7): what is looked for is in `observe.redact`.
+Time is linear in the length of the text for all practical texts; `redact_and_truncate` cuts long ones first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Who is who: people, their roles, tokens, and what they did.
-
-Dead letters and suspended jobs: what people do with them (requirements D3–D6).
-"""
+"""What operators do with jobs, queues and messages, with permission checks and audit (D3–D6, H5, H6)."""

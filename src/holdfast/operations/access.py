@@ -1,13 +1,10 @@
-"""What a person may see and do, as the ledger's questions want it.
+"""Tokens (requirement H6), visible tenants, and checks that operations share.
 
-Tokens: who may come in, as whom (requirement H6).
+A token is `hf_<id>_<secret>`. Its text is shown once, when it is created; the ledger keeps the SHA-256 of the secret,
+which is 32 random bytes. A token that is missing, unknown, expired or revoked gets the same answer.
 
-A token is `hf_<id>_<secret>`. Its text is shown once, when it is made; the ledger has the SHA-256 of the secret, 32
-random bytes, more than anybody can guess. Whoever brings a token that is unknown, expired, revoked or none at all is
-told the same thing.
-
-A token's name is the person: two tokens of one name are one person, so that one can be exchanged for another, and
-nobody is two people by having two of them.
+A token's name is the principal: two tokens with one name are the same principal. A token can therefore be replaced by
+another, and having two of them does not give two votes.
 """
 
 from __future__ import annotations

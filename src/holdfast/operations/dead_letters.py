@@ -1,10 +1,10 @@
-"""What an edit changes in a payload. Pure.
+"""Dead letters: list, replay as new jobs, keep, or discard with another principal's confirmation (D3–D5).
 
-Dead letters: look at them, send them back to work as new jobs, or let two people throw one away (D3–D5).
+A replay is marked in the ledger, submitted to the engine under its own key, and then marked as submitted. After a
+crash in between, `submit_pending` makes the same job from the same mark. Two concurrent replays of one dead letter make
+one job; of a concurrent replay and discard, one wins.
 
-A replay is marked in the ledger, handed in to the engine under a key of its own, and marked as handed in; whatever
-dies in between, `carry_on` makes the same job of the same mark. Two people who replay one letter at once make one job,
-and of a replay and a discard at the same moment one wins.
+`diff_payloads` lists what an edit changes in a payload.
 """
 
 from __future__ import annotations

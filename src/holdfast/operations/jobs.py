@@ -1,11 +1,10 @@
-"""Asking all queues, where some may be on a server that does not answer (decision 0018).
+"""Jobs and queues for operators: find, cancel, resume, suspend, discard, expedite; controls (H5, H6).
 
-An operator's hand on jobs and queues (requirements H5, H6).
+Every change is one atomic step of the engine that leaves an audit entry: who, when, why, before and after. It works
+while the ledger is down, and without one. Jobs of a tenant that the principal may not see are reported as unknown.
 
-Every change is one atomic step of the engine that leaves its line in the operators' log: who, when, why, before and
-after. It works while the ledger is down, and without one. What is of another tenant is not there.
-
-A job that the engine has forgotten, by the ledger's row: for a story that does not add up any more.
+Searches cover all queues, some of which may be on a server that does not answer (decision 0018). `info_from_row`
+describes a job that the engine no longer has by its row in the ledger, for a history that is incomplete.
 """
 
 from __future__ import annotations

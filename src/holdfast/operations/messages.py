@@ -1,10 +1,9 @@
-"""What people do with events of the outbox: look, and revive those that nobody tries any more. What is of another
-tenant is not there; a revival leaves its line in the operators' log.
+"""Outbox and triggers for operators: status, pause, resume, retry (requirements T4, H5, H6).
 
-A look at triggers, and a person's hand on them (requirements T4, H5, H6).
+Outbox events of a tenant that the principal may not see are neither listed nor retried. A retry leaves an audit entry.
 
-A trigger is what its processes say of it, together: one name may run in many. Pausing is written into the ledger, with
-its line in the operators' log; every process of the trigger hears of it within seconds, those that start later too.
+A trigger's status combines the reports of all processes that run a trigger of that name. A pause is written to the
+ledger with its audit entry; every process of the trigger applies it within seconds, as do those that start later.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""An event as it goes over the wire: CloudEvents 1.0, structured JSON, unless the payload is wanted plain.
+"""Destinations of a relay (brokers and the engine), and the encoding of events as CloudEvents.
 
-Headers say the same as far as a trigger needs it: `x-event-name`, `x-dedup-key` (the event's id), `x-tenant-id`; and
-the writer's own are passed on.
+`Destination.send` returns a result for each event; a failure to publish is a result, not an exception. An event
+counts as published only when the other side has confirmed it.
 
-Where a relay hands its events over: a broker, or the engine itself. What becomes of each event is an answer, never
-an exception; nothing is taken for sent unless the other side has said so.
+Events are encoded as CloudEvents 1.0 in structured JSON, unless the settings ask for the plain payload. Headers repeat
+what a trigger needs: `x-event-name`, `x-dedup-key` (the event's id), `x-tenant-id`. The writer's own headers are passed
+on.
 """
 
 from __future__ import annotations

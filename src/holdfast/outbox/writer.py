@@ -1,16 +1,15 @@
-"""`app.outbox`: events, written in the user's own transaction and published by a relay once that is committed.
+"""`app.outbox`: events written in the user's own transaction and published by a relay after the commit.
 
     async with connection.transaction():
         await connection.execute("UPDATE orders …")
         await app.outbox.add(connection, "orders", key=order_id, payload={"order": order_id, "state": "paid"})
 
-The event is there if the transaction is committed, and never was if it is not. Of one destination, topic and key events
-are published in the order in which they were written. Nothing here commits.
+The event exists if and only if the transaction is committed. Events of one destination, topic and key are published in
+the order in which they were written. Nothing here commits.
 
-Transactional enqueue: a job as an event of the outbox, handed in by a relay once the transaction is committed.
-
-The event's id is the job's id, so that an event which is handed in twice is one job. Its topic is the queue. What is
-written is plain JSON; programs in other languages write `{"task": …, "payload": {…}}` and leave out the rest.
+Transactional enqueue is an outbox event that a relay submits as a job. The event's id is the job's id, so that an event
+submitted twice is one job. Its topic is the queue. The payload is plain JSON; programs in other languages write
+`{"task": …, "payload": {…}}` and leave out the rest.
 """
 
 from __future__ import annotations

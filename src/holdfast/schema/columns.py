@@ -1,8 +1,7 @@
-"""What the ledger's tables are made of, on PostgreSQL and SQLite alike.
+"""Column types, tenant helpers and the schema version, on PostgreSQL and SQLite alike.
 
-Which tenants a table has. Every index leads with the tenant: a question about all of them is one about each.
-
-Which schema a ledger has, and which one this release wants. Looked at without Alembic, which is slow to load.
+Every index leads with the tenant, so a query over all tenants is one query per tenant; `tenants_of` finds them.
+`check_version` compares a ledger's schema with the one this release wants, without Alembic, which is slow to load.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Connections to one SQLite file, and what its errors mean for a caller.
+"""Connections to one SQLite file, its reader thread, the lock between writing processes, and error translation.
 
-No `sqlite3` error leaves this package: each becomes an `EngineUnavailable` (for a ledger's file a `LedgerUnavailable`)
-that says what to do (the file is locked, full, read-only, damaged, gone), or an `InvalidOption` for a file that is not
-ours.
+No `sqlite3` error leaves this package: `translate` turns each into an `EngineUnavailable` (a `LedgerUnavailable` for a
+ledger's file) that says what to do (the file is locked, full, read-only, damaged, gone). A file that is not
+holdfast's raises `InvalidOption`. `ReaderThread` has a read-only connection, so reads neither block the event loop nor
+wait for a writer.
 
-A thread with a read-only connection, so that looking never blocks the event loop nor waits behind a writer.
-
-A queue for the writers of several processes: whoever has written goes to the end of it.
-
-SQLite's own busy handler sleeps and tries again, so that a busy process starves the others for seconds. Here two
-file locks make a turnstile: only the holder of the first may wait for the second, and it is given up once the second
-is had. A process that writes again at once finds the next one waiting in between. The kernel keeps the
-queue, and frees both locks when a process dies, however it dies.
-
-One engine's hold on a file: the shared writer, a reader of its own, and who waits for news.
+`WriteLock` queues the writers of several processes. SQLite's busy handler sleeps and retries, so one busy process can
+starve the others for seconds. Here two file locks form a turnstile: only the holder of the first may wait for the
+second, and it releases the first once it has the second. A process that writes again at once has to queue behind the
+next one. The kernel keeps the queue and frees both locks when a process ends, however it ends.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""One transaction, as the operations see it: named statements, few steps, and a note of what to tell others.
+"""One SQLite transaction as operations use it: named statements, few steps, notices for after the commit.
 
-Every step of SQLite gives up the interpreter's lock and has to win it back, which costs up to 5 ms while user code
-keeps another thread busy. Row by row (`executemany`, or fetching) a batch of 500 takes seconds then; so all
-statements here are one step each: rows go in as one long VALUES list and come out as one JSON text.
+Every SQLite step releases the interpreter's lock and has to get it back, which takes up to 5 ms while user code keeps
+another thread busy. Row by row (`executemany`, or fetching), a batch of 500 would take seconds. So every statement here
+is one step: rows go in as one long VALUES list and come out as one JSON text.
 
-The SQL files of this engine, read once, with what `core/states.py` says filled in (requirement S1).
-
-A file holds one statement (`schema.sql`: all of them) under a header that says what it does, what it takes and what it
-gives. Marks: `{{final}}` and the like stand for lists of state names, `{{into X}}` for the states that may move
-to X, `{{event_data}}` for what an event says, `{{each priority}}` for rows of one priority each, `{{rows N}}` for the
-rows of N values each that a bulk statement is run with.
+Statements are the engine's SQL files, read once, with what `core/states.py` defines filled in (requirement S1). A file
+holds one statement (`schema.sql`: all of them) under a header that says what it does, takes and returns. Marks:
+`{{final}}` and similar stand for lists of state names, `{{into X}}` for the states that may move to X,
+`{{event_data}}` for an event's data, `{{each priority}}` for one row per priority, `{{rows N}}` for the rows of N
+values each that a bulk statement is run with.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The one thread of this process that writes to a file: group commit, in order, with the answers after the commit.
+"""The one thread of a process that writes to a SQLite file: group commit, in order, answers after the commit.
 
-All engines of a process on one file share it, and so does a ledger in it. Whatever has been asked for while the last
-commit was under way goes into one transaction; each operation is a savepoint in it, so that one that fails takes no
-other with it. Nobody gets an answer before the commit has returned, and each event loop is woken once per commit.
+All engines and ledgers of a process on one file share its `Writer`; `acquire_writer` returns it. Operations requested
+while a commit is under way go into the next transaction. Each operation is a savepoint in it, so one that fails does
+not undo the others. No caller gets an answer before the commit has returned, and each event loop is woken once per
+commit.
 
-While somebody waits, the thread also looks every few milliseconds whether another process has written
-(`PRAGMA data_version`, which our own commits do not change).
-
-The writers of this process, one for each file, shared by all engines and ledgers on it.
+While a subscriber waits, the thread also checks every few milliseconds whether another process has written
+(`PRAGMA data_version`, which this process's own commits do not change).
 """
 
 from __future__ import annotations

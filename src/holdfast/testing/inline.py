@@ -1,4 +1,4 @@
-"""Running an app's jobs inside a test: at once (`inline`), or those that are due (`drain`).
+"""Run an app's jobs inside a test: on submit (`inline`), or all that are due (`drain`).
 
     with inline(app):
         job = await publish.submit(article)      # has run when this returns
@@ -6,14 +6,12 @@
 
     await drain(app)                             # a real worker, until nothing is due
 
-Inline mode needs no store and reaches none: jobs, effects and steps are kept in memory and end with the block, webhooks
-are not sent. Arguments and results go through the same codec, failures through the same classification and `judge`;
-retries and delays happen at once, only a task's `timeout` is real time. `drain` runs on the app's own engine; with a
-`ManualClock` and SQLite in memory, advance the clock and drain again.
+Inline mode uses no store: jobs, effects and steps are kept in memory and end with the block, and webhooks are not sent.
+Arguments and results pass through the same codec as in production, failures through the same classification and
+`judge`. Retries and delays happen at once; only a task's `timeout` is real time.
 
-A clock that tests move by hand, so that an hour passes without waiting for it.
-
-A worker for tests of an app in memory: it runs what is due, and stops.
+`drain` runs a worker on the app's own engine. With SQLite in memory and a `ManualClock`, which stands still,
+`advance` the clock and drain again. `InMemoryWorker`, the fixture `holdfast_worker`, does both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What a trigger is told (requirement T3). Frozen; every mistake is found when it is made.
+"""Configuration of triggers (T3) and capacity planning (T9).
 
-`TriggerConfig` is how a trigger behaves; with an adapter and a runtime at hand it is all that `QueueTrigger` needs.
-`TriggerEntry` is the same with a description of both, as it stands in a file (`holdfast.triggers.config_file`).
+Configurations are frozen and validated when they are created. `TriggerConfig` says how a trigger behaves; with an
+adapter and a runtime it is all that `QueueTrigger` needs. `TriggerEntry` adds the description of both, as in a file
+(`holdfast.triggers.config_file`).
 
-How many workers and how much memory a trigger will need (requirement T9). Pure: a calculation, not a measurement.
+`plan_capacity` estimates the workers and memory that a trigger needs. It calculates and does not measure.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The messages in hand: order per key, without one slow key holding up the rest (requirement T6.7).
+"""Consume messages from an adapter, keep order per key, and wait out outages.
 
-Of each key one message at a time is out; those behind it wait for `done`. What waits for a retry keeps its key, and
-nobody else: it is in no worker's hands. Messages without a key wait for nobody.
+`Consumer` fills a `KeyedQueue` and restarts with backoff when consuming fails or ends.
 
-The consuming end of a trigger: from the adapter into the lines.
+`KeyedQueue` gives out one message per key at a time; later ones of the key wait for `done` (T6.7). A message that waits
+for a retry keeps its key but occupies no worker, so a slow key does not delay others. Messages without a key do not
+wait for each other.
 
-Waiting out an outage (requirement T5): nothing is handed over, nothing is lost, no retry is used up.
-
-All messages that could not be handed over because something is down wait for the same moment, longer each time, and are
-then tried together. Until the last of them has got through the trigger holds.
+`OutageHold` keeps messages while a dependency is down: none is passed to the runtime, none is lost, no retry is used up
+(T5). They wait for the same moment, with a growing delay, and are then tried together. The trigger holds until the last
+of them has succeeded or ended otherwise.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""A message of any broker in one shape (requirement T2).
+"""Parse a message of any broker into a `MessageEnvelope` (T2).
 
-Headers that are missing are None. A key that is too long or cannot be stored is known by its hash; a tenant id or event
-name that cannot be is a `ParseError`, since anything else than what was meant would act for somebody else.
+Fields of missing headers are None. A dedup key that is too long or cannot be stored is replaced by its hash. A tenant
+id or event name that cannot be stored raises `ParseError`, because a substitute could act for another tenant.
 
-From a message's body to its payload, without loss (requirement T2).
+Parsers, which turn the body into the payload without loss:
 
-json          any JSON value; of a key that comes twice the last value counts, whole numbers may be of any size
+json          any JSON value; the last value of a repeated key wins, integers may be of any size
 text          UTF-8
-binary        the bytes as they are
+binary        the bytes unchanged
 cloudevents   a CloudEvent in structured JSON: its data; type and id stand in for missing headers, and the other
               attributes become headers `ce-…`
 
-The payload of a tombstone, Kafka's message without a value, is None; it is not a CloudEvent. An empty body is text or
-bytes without length, and is not JSON.
+The payload of a tombstone (a Kafka message without a value) is None; a tombstone is not a CloudEvent. An empty body is
+valid text and binary of length 0, but not JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Who acts on a message (requirement T5).
+"""Runtimes, which act on messages (T5), and guards for calls that do not become jobs.
 
-Messages become calls of a Python function, in the trigger's own process.
+`Runtime` is the protocol. `CallableRuntime` calls a Python function in the trigger's process.
 
-The app's guards, asked about calls that become no jobs (requirement A4). Jobs are asked about at the app's desk.
+`CallGuard` runs the app's guards on calls that do not become jobs (A4); jobs are reviewed when they are submitted. A
+guard that requires approval denies such a call, since only jobs can wait for one.
 """
 
 from __future__ import annotations

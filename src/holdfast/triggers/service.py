@@ -1,13 +1,11 @@
-"""From `module:function` or `file.py:function` in a trigger's file to the function.
+"""Build the triggers of a configuration file and run them in one process: `holdfast trigger run`.
 
-From a trigger as it stands in a file to the trigger that runs.
+`load_callable` resolves `module:function` or `file.py:function`; `build_trigger` makes a `QueueTrigger` of an entry.
 
-All triggers of a file in one process: `holdfast trigger run`.
-
-A trigger that cannot connect at the start ends them all, with the reasons of all that cannot: a wrong address is told
-at once. From then on each finds its broker again by itself. While they run, the ledger is told that they are here and
-how they are, and tells which of them people have paused; while it does not answer nothing changes, and without a ledger
-they run all the same: only `holdfast trigger status`, `pause` and `resume` need one.
+If a trigger cannot connect at the start, `TriggerService.run` ends and raises one error with the reasons of all that
+failed. Later, each trigger reconnects to its broker by itself. While they run, their presence and health are written to
+the ledger, and operators' pauses are read from it. While the ledger is unreachable nothing changes. Triggers also run
+without a ledger; only `holdfast trigger status`, `pause` and `resume` need one.
 """
 
 from __future__ import annotations

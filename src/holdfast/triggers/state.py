@@ -1,10 +1,7 @@
-"""Where a trigger is in its life, and how it is (requirement T4).
+"""State of a trigger and of its messages: life cycle, health, counters, retry delays (T4, M1).
 
-A message in hand, and what is known of it by now.
-
-Why a try failed, in words that can be written anywhere, and when the next one is due.
-
-What one trigger counts; `queue_*` of the metrics is made of it when somebody asks (requirement M1).
+`InFlightMessage` is one delivery and what is known of it so far. `error_reason` gives a failure as one redacted line
+that is safe in headers and rows. The `queue_*` metrics are computed from `TriggerCounters` when they are read.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Carries people's answers into the engine where whoever took them could not, and ends what nobody answered in time.
+"""Finish what an interrupted process left: approval decisions, replays, webhook notifications.
 
-Any number of processes may do so at once, beside those where people vote: the engine moves a job once.
+Any number of processes may run each of these at once, and alongside the processes where operators act.
 
-Finishes replays of dead letters that a crash has left between their mark in the ledger and the engine.
-
-Any number of processes may do so at once, beside those that replay: the engine recognises a job that it has.
-
-Finds in the ledger what others are to be told by webhook, and hands in a delivery for each (requirement H7).
-
-A delivery is a job like any other: it waits, is retried, and ends in the dead letters if nobody takes it. Its
-idempotency key is the delivery's id, and the ledger's row is marked after that, once the ledger has the delivery, too:
-an engine that is wiped loses none. So a courier that dies in between hands the same delivery in again, which is a
-duplicate; and any number of couriers may work side by side.
+- `ApprovalDelivery` passes decisions to the engine where the voting process could not, and expires approval requests
+  past their deadline. The engine moves a job once.
+- `ReplaySubmission` finishes replays that a crash left between their mark in the ledger and the engine. The engine
+  recognises a job that it has.
+- `WebhookDispatcher` finds in the ledger what subscribers are to be notified of, and submits a delivery for each
+  (requirement H7). A delivery is a job: it waits, is retried, and is dead-lettered if the receiver does not accept it.
+  Its idempotency key is the delivery's id. The ledger's row is marked only after the ledger has the delivery as well,
+  so an engine that is wiped loses none, and a dispatcher that crashes in between submits a duplicate.
 """
 
 from __future__ import annotations

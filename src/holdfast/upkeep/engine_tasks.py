@@ -1,13 +1,12 @@
-"""Puts jobs in line when they fall due: delayed ones and retries.
+"""Background duties on the engine: promote due jobs, reclaim expired leases, prune.
 
-It sleeps until the next one is due, as the engine told it, and looks once a second in any case, since a
-notice may be lost. The engine's clock decides what is due; ours only measures the sleep.
-
-Lost leases, where no worker runs: takes them over and gives them back, so that a worker may claim them.
-
-A worker does this by itself, and runs what it takes over. The attempt that died stays counted.
-
-Drops what has expired: old results, finished records, dead consumers. Ends jobs that wait for a ledger in vain.
+- `Promoter` makes delayed jobs and retries ready when they are due. It sleeps until the next due time that the engine
+  reported, and checks once a second in any case, since a notice may be lost. The engine's clock decides what is due;
+  the local clock only measures the sleep.
+- `Reclaimer` takes over expired leases where no worker runs, and releases the jobs so that a worker may claim them. A
+  worker reclaims by itself and runs what it reclaims. The lost attempt stays counted.
+- `EnginePruner` deletes what has expired (old results, finished records, dead consumers), and ends jobs that wait for
+  a ledger which the engine no longer has.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""The projector in a thread of its own, with an event loop, an engine and a ledger of its own: a large batch takes
-some hundred milliseconds of the interpreter, which tasks on the worker's loop would otherwise wait for.
+"""The background tasks that keep a ledger in step with its engine, and its retention (requirement L5).
 
-Retention (requirement L5): drops finished jobs from the ledger when their time is over.
+`LedgerTasks` starts and stops them for workers and `holdfast upkeep`: projector, reconciler, pruner, and the loops of
+`upkeep.dispatch`. Any number of processes may run them: one projects a feed at a time, the others stand by.
 
-In small batches with a pause between them, so that nothing else waits for it, and twice as long as the batch took, so
-that it keeps up with whatever was recorded and never has more than a third of one connection's time. Any number may do
-so at once: each takes rows that the others have not locked, and who finds none comes back later.
+`ProjectorThread` runs the projector in its own thread, with its own event loop, engine and ledger: a large batch takes
+some hundred milliseconds of the interpreter, for which tasks on the worker's loop would otherwise wait.
 
-What keeps a ledger in step with its engine: projector, reconciler, archivist; and the courier, which tells
-others what the ledger has learned. For workers and `holdfast upkeep`.
-
-Any number of processes may run them: one projects a feed at a time, the others stand by.
+`LedgerPruner` deletes finished jobs past their retention, in small batches. It pauses after each for twice as long as
+the batch took, so that it keeps up with any rate of new jobs and uses at most a third of one connection's time. Any
+number may prune at once: each takes rows that the others have not locked.
 """
 
 from __future__ import annotations

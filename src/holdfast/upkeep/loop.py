@@ -1,6 +1,7 @@
-"""A piece of upkeep, again and again: it waits as long as the piece says, and no failure ends it.
+"""The loop around a background duty, the queues it serves, and throttled logging of its failures.
 
-Says that something does not work: when it begins, and then once a minute, not with every try.
+`run_forever` waits as long as the duty's last pass returned; no failure ends it. `LogThrottle` logs a failure when it
+starts and then once a minute, not with every try.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""What is told, and to whom: from the ledger's rows to deliveries.
+"""Webhook deliveries: what to send to whom, their integrity as jobs, and checks at submission.
 
 A body is `{"type", "timestamp", "data"}`. It holds what an outsider may know: no stack, no worker, no payload, and of
-an error its code and the sentence meant for outsiders. A delivery's id is made from what it is about and where it goes,
-so that the same news for the same address is always the same delivery.
+an error its code and the message meant for outsiders. A delivery's id is derived from its subject and its address, so
+that the same notification to the same address is always the same delivery.
 
-Deliveries as jobs carry them: sealed, so that nothing is signed and sent that the courier did not write.
+`sign_payload` and `verify_payload` ensure that only deliveries which holdfast wrote are signed and sent: a principal
+that may submit jobs can submit one to the deliveries' queue, and one that may replay dead letters can edit one. The
+signature covers the whole delivery and uses the secret that the delivery will be signed with. A subscriber's address
+belongs to the operator and is often a secret: tenants, who see their jobs, see a reference to it.
 
-Whoever may submit jobs can hand one in for the deliveries' queue, and whoever may replay dead letters can edit one. The
-seal is made with the secret that the delivery will be signed with, over all of it. The address of a subscriber is the
-operator's own, and often a secret: tenants, who see their jobs, see a reference to it.
-
-At submission: a webhook's address is checked as far as that goes without a look-up, and jobs whose end somebody has
-subscribed to are marked, so that the ledger can find them among millions that nobody asks about.
+`WebhookPolicy` checks a webhook's address at submission, as far as possible without a DNS look-up, and marks jobs that
+a subscription covers, so that the ledger can find them among millions of others.
 """
 
 from __future__ import annotations

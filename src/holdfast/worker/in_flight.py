@@ -1,8 +1,7 @@
-"""One attempt in a worker's hands, from the claim to the engine's answer.
+"""`Run`, one attempt in a worker from claim to settle result, and `Drain`, how a worker ends.
 
-How a worker ends: give back what has not started, let the rest finish, settle everything, leave.
-
-Whatever the engine does meanwhile, this comes to an end: what cannot be told is left to its lease.
+A drain releases what has not started, lets the rest finish, settles everything and deregisters the worker. It ends
+whatever the engine does meanwhile: a verdict that cannot be delivered is abandoned, and its lease expires.
 """
 
 from __future__ import annotations

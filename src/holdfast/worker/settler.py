@@ -1,12 +1,12 @@
-"""Takes verdicts to the engine, in batches that form by themselves.
+"""Send verdicts to the engine in batches, and count how long runs took.
 
-A verdict leaves at the next turn of the loop while few calls are on their way, else with the first call
-that comes back: alone at low load, in hundreds at high load, and never held for a batch to fill. Nothing
-is dropped while the engine is away: settlements are fenced and repeatable, so they are sent until answered.
-Those of a part of the store that is away wait aside, and keep no others from theirs.
-A verdict that the engine refuses again and again is told from its neighbours, and left to its lease.
+A verdict is sent at the next iteration of the loop while few calls are in progress, else with the next call after one
+returns: alone at low load, in hundreds at high load, and never delayed to fill a batch. Nothing is dropped while the
+engine is unreachable: settlements are fenced and repeatable, so they are sent until answered. Verdicts for an
+unreachable part of the store are kept apart and do not delay others. A verdict that the engine refuses repeatedly is
+separated from its batch, and its lease expires.
 
-How long runs took, counted once the engine has applied their verdicts: the numbers of runs and of results agree.
+Durations are counted once the engine has applied the verdicts, so that the numbers of runs and of results agree.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""A worker: fetcher, runner, settler and renewer around one engine, and its way from start to drained.
+"""A worker: fetcher, runner, settler and renewer around one engine, from start to drained.
 
     engine ──claim──► fetcher ──► runner ──► settler ──settle──► engine
                          renewer (own thread) ──renew──► engine
 
-Nothing that happens to the engine ends a worker. It ends when it is drained: by `drain()` (a signal), by
-itself when it has had its number of jobs or its memory, or when the task that runs it is cancelled.
-
-How much memory this process takes.
+A failure of the engine does not end a worker. It ends when it is drained: by `drain()` (a signal), by itself when it
+has reached its limit of jobs or memory, or when the task that runs it is cancelled.
 """
 
 from __future__ import annotations

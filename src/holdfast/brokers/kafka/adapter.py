@@ -1,15 +1,12 @@
-"""The consuming end of a Kafka topic.
+"""Kafka consumer (`KafkaAdapter`) and idempotent producer (`KafkaPublisher`).
 
-At least once: a commit never passes a message in hand, so whatever happens to this process, what was not acknowledged
-is delivered again, to it or to another one of its group. Order per key is the partition's: messages come in it, and one
-that is refused to be requeued comes again before everything else of its partition.
+The consumer delivers at least once: a commit never passes a message in flight, so a message that was not acknowledged
+is delivered again, to this process or to another one of its group. Messages of a partition arrive in its order; one
+that is refused with `requeue` is delivered again before anything new of its partition.
 
-The publishing end of Kafka: an idempotent producer, so that neither a retry nor a lost answer writes a message twice
-or out of order.
-
-All messages of a call are sent at once. If the broker refuses one, everything that is still under way is called back,
-and the rest of the call goes one by one: so it is known which one is at fault, and what comes after it under the same
-key is not written.
+The producer's own retries neither duplicate nor reorder messages. All messages of a `publish` call are sent together.
+If the broker refuses one, those not yet confirmed are purged and sent one by one: this identifies the refused message,
+and later messages of the same topic and key are not written.
 """
 
 from __future__ import annotations

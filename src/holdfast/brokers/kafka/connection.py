@@ -1,8 +1,9 @@
-"""How to reach Kafka, and how its client's errors and log lines are told: never with a password in them.
+"""Kafka settings, error translation, client log, and metadata and lag queries.
 
-What is asked of Kafka beside the stream of messages: are you there, is there this topic, how far behind are we.
+Errors and log records contain no credentials; `client_settings` does, so never log its result.
 
-Every method blocks for as long as it is told at most: call it in a thread.
+`KafkaAdmin` checks topics and availability and computes the lag, with clients that never join a group. Its methods
+block for about `within_s` per request; call them in a thread.
 """
 
 from __future__ import annotations

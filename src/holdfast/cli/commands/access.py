@@ -1,7 +1,4 @@
-"""`holdfast log`: what people did.
-
-`holdfast token`: who may come in, as whom.
-"""
+"""`holdfast token`: create, list and revoke tokens. `holdfast log`: print the audit log."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`holdfast dlq`: dead letters, as one looks at them. What is done with them is in `cli.deciding`.
-
-`holdfast dlq replay`, `discard`, `confirm`, `keep`: what people do with dead letters.
-"""
+"""`holdfast dlq`: list, group, show, replay, discard, confirm and keep dead letters."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""submit: the way in.
+"""Submission of jobs, and adoption of messages that other programs wrote (requirement Q3).
 
-adopt: messages that other programs wrote become jobs, or dead letters with the reason (requirement Q3).
+`Intake.submit` runs one script per queue and batch. After a lost connection it sends the batch a second time: the job
+ids make a second copy harmless.
 
-A second step after the claim, because only here the names of their records are known, and every key that a
-script touches must be declared. A worker that dies in between leaves the message in the pending list, where
-the next one finds it.
+`Adopter.adopt` turns foreign messages into jobs, or into dead letters with the reason. It is a second step after the
+claim, because every key that a script touches must be declared and the names of the records are not known before. If
+the worker is killed in between, the message stays in the pending list and is reclaimed from there.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Names in Redis. All keys of one queue share a hash slot, so that one script may touch them all.
+"""Key names of a queue in Redis, and a cache of the lanes in use.
 
-On a single server the default queue's names are plain (`stream:task`, `stream:result`, …), so that any
-Redis client finds them; a namespace goes in front. Other queues, and every queue on Cluster, carry a
-hash tag: `{namespace:queue}:stream:task`.
+All keys of one queue share a hash slot, so that one script can touch them all. On a single server the default queue's
+names are plain (`stream:task`, `stream:result`, …), so that any Redis client finds them; a namespace is put in front.
+Other queues, and every queue on Cluster, carry a hash tag: `{namespace:queue}:stream:task`.
 
-What this process knows of a queue's lanes: which are in use, and whose they are.
-
-Only a hint, so that a script's keys can be declared: the truth is in Redis, and a script that needs a lane which was
-not declared says so before it writes anything. What is known is forgotten when it is far more than is in use.
+`LaneCache` is only a hint that lets a script's keys be declared. Redis holds the actual assignment, and a script that
+needs an undeclared lane reports it before it writes anything. The cache is reduced when it holds far more lanes than
+are in use.
 """
 
 from __future__ import annotations

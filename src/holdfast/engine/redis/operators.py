@@ -1,6 +1,7 @@
-"""move and expedite: an operator's hand on one job.
+"""Operator changes on Redis: move and expedite single jobs, read and set queue controls (requirement H5).
 
-control and set_control: an operator's hand on a queue (requirement H5).
+`Operators` reads a job, builds what it becomes, and writes that only if the job is unchanged since; otherwise it tries
+again, up to a limit. An audit entry is appended to the feed by the script that makes the change.
 """
 
 from __future__ import annotations

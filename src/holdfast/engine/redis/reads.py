@@ -1,9 +1,8 @@
-"""get, find, stats, listen, feed: those who only look, and `prune`, which sweeps.
+"""Reads on Redis: jobs, stats, workers, queues, notices, feed, final states; also feed trimming and prune.
 
-Waiting for a job's end without polling: one subscription per engine, one channel per awaited job.
-
-Each round trip to Redis has two processes wait for a core, so a wait makes as few as it can: the subscription is under
-way while the job is read for the first time, and the read after it registers the waiter in the same step.
+`CompletionWaiter` waits for a job's final state with one subscription per engine and one channel per awaited job. It
+keeps round trips few: it subscribes while the job is read for the first time, and the next read registers the waiter in
+the same step. Messages can be lost with a connection, so the job is also read again every `_READ_AGAIN_S` seconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Jobs as bytes: messages in a stream, records beside it, dead letters. The protocol page describes both.
+"""Encoding of jobs as stream entries, records and dead letters, and decoding of queue controls.
 
-A message of ours carries four fields in a fixed order, or eight if it has more to say, so that reading
-one is cheap and Redis stores their names once; one written by another program has the same names in any
-order, without the marker.
-
-control and set_control: an operator's hand on a queue (requirement H5).
+The protocol page of the documentation describes the format. A message that holdfast writes has four fields in a fixed
+order, or eight if the job carries more than its payload. That makes it cheap to read, and Redis stores the field names
+once. A foreign message has the same names in any order, without the marker.
 """
 
 from __future__ import annotations

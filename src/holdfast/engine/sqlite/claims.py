@@ -1,15 +1,10 @@
-"""claim, reclaim, renew, promote: how leases begin, change hands and last.
+"""Claims on SQLite: claim, recover_claims, renew, deregister_worker, and the fair selection of tenants.
 
-Whose turn it is: tenants that have jobs in line are served by weight, and none waits behind another's backlog. Pure.
-
-Start-time fair queueing: a job that a tenant gets moves that tenant ahead on the queue's own clock, by less the more it
-weighs, and the tenant that is least ahead is next. A tenant that comes back after a rest begins at the clock's present
-time: it has no more turns saved up than somebody new, and whoever has nothing in line costs the others nothing. The
-clock is kept with the queue, so that many workers that take one job each are as fair as one that takes many.
-
-The head of a queue's line: which jobs a claim gets next.
-
-prune, and who reads the feed.
+Tenants with ready jobs are served by weight, and none waits behind the backlog of another. `select_tenants` is pure and
+implements start-time fair queueing. Each job a tenant gets moves the tenant ahead on the queue's clock, by less the
+greater its weight; the tenant that is least ahead is next. A tenant that returns after a pause starts at the clock's
+present time, so it has not saved up any share. A tenant without ready jobs costs the others nothing. The clock is
+stored with the queue, so many workers that claim one job each are as fair as one worker that claims many.
 """
 
 from __future__ import annotations

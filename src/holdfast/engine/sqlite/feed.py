@@ -1,8 +1,7 @@
-"""Events and the feed entry that packs one step of one queue, and notices for those who listen.
+"""Feed entries, notices and published events on SQLite; feed readers and trimming.
 
-Events of jobs for the outbox, where the engine's file is the ledger: in the transaction in which they happen.
-
-prune, and who reads the feed.
+`FeedWriter` packs the events of one step of one queue into one feed entry. Where the engine's file is also the ledger,
+it writes the published events to the outbox in the same transaction. Notices only save waiting; old ones are dropped.
 """
 
 from __future__ import annotations

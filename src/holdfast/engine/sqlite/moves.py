@@ -1,11 +1,11 @@
-"""Moves of jobs of one queue, collected and then written in bulk: the jobs, their events, their dead letters.
+"""State changes of one queue's jobs, collected and written in bulk, with approval requests and audit entries.
 
-Everything but the two hot paths goes through here: verdicts other than success, poison pills, operators. Each move is
-checked against the state table when it is added, and once more by the statement that makes it.
+`MoveBatch` writes jobs, events and dead letters. It handles everything except the two hot paths: verdicts other than
+success, poison pills, operators. Each move is checked against the state table when it is added, and again by the
+statement that makes it.
 
-What people are asked, what they answer and what they do: into the feed, and into the embedded ledger's own tables.
-
-With a ledger elsewhere the feed tells it, and the tables of this file stay empty.
+Approval requests and audit entries go into the feed. They are also written to this file's own tables if the file is the
+ledger too; with a separate ledger those tables stay empty.
 """
 
 from __future__ import annotations

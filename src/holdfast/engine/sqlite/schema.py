@@ -1,18 +1,10 @@
-"""Connections to one SQLite file, and what its errors mean for a caller.
+"""The schema of the embedded SQLite file: creation, version check and upgrade of older files.
 
-No `sqlite3` error leaves this package: each becomes an `EngineUnavailable` (for a ledger's file a `LedgerUnavailable`)
-that says what to do (the file is locked, full, read-only, damaged, gone), or an `InvalidOption` for a file that is not
-ours.
+`sql/schema.sql` has the engine's tables. The embedded ledger's part is generated from `holdfast.schema`: tables that
+the engine does not write itself, and indexes on jobs for the ledger's queries.
 
-The embedded ledger's part of the file, generated from `ledger.schema`: tables that the engine does not write itself,
-and indexes over jobs for the ledger's queries.
-
-Imported when a file is made or migrated: it needs SQLAlchemy, which workers on an existing file do without.
-
-Files of older releases, brought to the schema of this one: `holdfast migrate up`.
-
-The old tables are set aside, the present schema is made as in an empty file, and the rows are carried over; all in one
-transaction while nobody else writes. So a migrated file has the same schema as a fresh one, to the letter.
+`upgrade` (`holdfast migrate up`) renames the old tables, creates the present schema as in an empty file and copies the
+rows, all in one transaction with other writers locked out. A migrated file has exactly the schema of a new one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""One engine's hold on a file: the shared writer, a reader of its own, and who waits for news.
+"""One engine's access to a SQLite file: the shared writer, its own reader, its waiters and batch helpers.
 
-Who waits in one engine, and for what: work in a queue, the end of a job, notices, entries of a feed.
-
-All of it lives on the engine's event loop. Whoever waits registers first and looks then, so that nothing that is
-committed in between is missed.
-
-What one engine brings to an operation, whoever's writer runs it: its options and its clock.
-
-Large batches cut into steps, and their answers put together again.
+`EngineWaiters` holds the waiters for work, notices, feed entries and final states. All of it runs on the engine's event
+loop. A waiter registers first and reads afterwards, so that it misses no commit made in between. `EngineContext` has
+the options and clock that an operation uses in any writer. `split_batches` and `restore_order` split large batches into
+steps and put the results back in order.
 """
 
 from __future__ import annotations

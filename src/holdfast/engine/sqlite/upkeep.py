@@ -1,8 +1,8 @@
-"""prune, and who reads the feed.
+"""Upkeep on SQLite: promote, reclaim, prune, snapshot, restore, restore_keys.
 
-claim, reclaim, renew, promote: how leases begin, change hands and last.
-
-survey, restore, remember_keys: what the ledger knows comes back into an engine that has lost it.
+`reclaim` dead-letters a job that has lost too many leases (requirement Q7). Pruning works in small batches, so that
+other writers do not wait long. `snapshot`, `restore` and `restore_keys` bring back from the ledger what the engine has
+lost: only unknown jobs in a state that is not final, and only while the feed is still the one of the snapshot.
 """
 
 from __future__ import annotations

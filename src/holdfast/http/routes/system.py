@@ -1,7 +1,4 @@
-"""Health, readiness, metrics, the OpenAPI document.
-
-`/internal/tasks/stats` (requirement H2) and the run endpoint (requirement H3).
-"""
+"""Health, readiness, metrics, the OpenAPI document, `/internal/tasks/stats` (H2) and the run endpoint (H3)."""
 
 from __future__ import annotations
 

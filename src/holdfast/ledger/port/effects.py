@@ -1,18 +1,8 @@
-"""The ledger's ports, by role. One instance serves one event loop; connections are made when they are first needed.
+"""The ledger's port for once-only effects and steps, and the rules its stores share.
 
-- `Projection`: the projector's writing end. Not there when embedded: engine and ledger are one file, one transaction.
-- `Effects`: once-only effects and steps; batches, so that concurrent callers share a commit.
-- `Recovery`: what the reconciler reads.
-- `People` (`ledger.people`): tokens, votes, dead letters' fates, the operators' log.
-- `Telling` (`ledger.telling`): what others are to be told by webhook.
-- `TriggerBook` (`ledger.trigger_book`), `OutboxStore` (`ledger.outbox_store`): messages that came in, events on their
-  way out.
-- Queries for people and programs are in `ledger.queries`, read-only.
-
-All methods raise `LedgerUnavailable` when the store does not answer, and may then be called again with the same
-arguments.
-
-What the stores of effects agree on: keys in a batch take turns, and who holds a key.
+Methods take batches, so that concurrent callers share a commit. All raise `LedgerUnavailable` when the store does not
+answer, and may then be called again with the same arguments. `rounds` splits a batch so that no key occurs twice in a
+round; `holds_key` decides whether an outcome belongs to the key's present reservation.
 """
 
 from __future__ import annotations

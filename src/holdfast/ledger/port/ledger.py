@@ -1,18 +1,16 @@
-"""What both stores keep, for how long, and where pruning has got to.
+"""The ledger's ports for projection, recovery and pruning, and `Ledger`, which has one property per role.
 
-The ledger's ports, by role. One instance serves one event loop; connections are made when they are first needed.
+- `projection` (`Projection`): writes the feed. None when embedded: engine and ledger share one transaction.
+- `effects` (`EffectStore`): once-only effects and steps, in batches, so that concurrent callers share a commit.
+- `recovery` (`Recovery`): what the reconciler reads.
+- `operators` (`OperatorStore`): tokens, votes, decisions on dead letters, the audit log, alerts.
+- `notifications` (`PendingNotifications`): what has to be sent to subscribers by webhook.
+- `triggers` (`TriggerStore`) and `outbox` (`OutboxStore`): messages received and events to publish.
+- `queries` (`Queries`): read-only queries for users and programs.
 
-- `Projection`: the projector's writing end. Not there when embedded: engine and ledger are one file, one transaction.
-- `Effects`: once-only effects and steps; batches, so that concurrent callers share a commit.
-- `Recovery`: what the reconciler reads.
-- `People` (`ledger.people`): tokens, votes, dead letters' fates, the operators' log.
-- `Telling` (`ledger.telling`): what others are to be told by webhook.
-- `TriggerBook` (`ledger.trigger_book`), `OutboxStore` (`ledger.outbox_store`): messages that came in, events on their
-  way out.
-- Queries for people and programs are in `ledger.queries`, read-only.
-
-All methods raise `LedgerUnavailable` when the store does not answer, and may then be called again with the same
-arguments.
+One instance serves one event loop and connects on first use. All methods raise `LedgerUnavailable` when the store does
+not answer, and can then be called again with the same arguments. `PruneCursors` says where pruning continues;
+`KEEP_ENTRIES_MS` is the least time for which feed entries are kept.
 """
 
 from __future__ import annotations

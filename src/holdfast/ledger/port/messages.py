@@ -1,6 +1,7 @@
-"""What the relay needs of the store that has `outbox_events`.
+"""Ports of the outbox and of triggers, and the rows they read and write.
 
-What triggers need of a ledger: rows of what became of messages, who is there, who is paused.
+`OutboxStore` is what the relay needs from the store that has `outbox_events`. `TriggerStore` records what became of
+received messages (`queue_executions`), which processes run a trigger, and which triggers are paused.
 """
 
 from __future__ import annotations

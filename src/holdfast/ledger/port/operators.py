@@ -1,13 +1,13 @@
-"""What people do, as the ledger keeps it: tokens, votes on approvals, dead letters' fates, the operators' log, alerts.
+"""Ports for operators' writes and for marks on sent notifications, with the rows they use.
 
-Each write is one transaction with its entry in the operators' log; whoever comes second loses with `Conflict`. What has
-to be carried on into the engine (an approved job has to move, a replayed letter has to be submitted) is left with a
-mark, and upkeep carries on whatever a crash has left behind: every such step may be repeated.
+`OperatorStore` keeps tokens, votes on approvals, decisions on dead letters, the audit log and alerts. Each write is one
+transaction together with its audit entry; of two concurrent decisions the second raises `Conflict`. Work that the
+engine still has to do (move an approved job, submit a replay) is left as a mark in the ledger. Upkeep finishes what a
+crash interrupted; every such step can be repeated.
 
-What others are to be told by webhook, as the ledger knows it (requirement H7): the courier's end.
-
-A row is *untold* until it is marked. Rows are marked after their deliveries have been handed in under keys of their
-own, so whoever comes between the two, or at the same time, tells nothing twice.
+`NotificationMarks` marks rows whose webhook notifications were submitted (requirement H7). Rows are marked after their
+deliveries were submitted under idempotency keys, so a crash between the two steps, or a second process doing the same,
+does not send a notification twice.
 """
 
 from __future__ import annotations

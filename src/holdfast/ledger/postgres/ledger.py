@@ -1,8 +1,7 @@
-"""The ledger in a PostgreSQL database: its roles, put together.
+"""The ledger on PostgreSQL: its roles, its owner check and its `doctor` findings.
 
-The look at a PostgreSQL ledger before it is used: the right tables, and nobody else's.
-
-What `doctor` says about a PostgreSQL ledger.
+`owner_check` runs before a database is used: the schema version must be the one this release wants, and the ledger must
+not belong to another namespace. `diagnose` reports an unreachable or unusable ledger as a finding and does not raise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The outbox on PostgreSQL. Each of the relay's questions is one statement, so that no transaction stays open.
+"""The relay's outbox store on PostgreSQL, with its SQL.
 
-The relay's SQL on PostgreSQL. Each is one statement on its own, and `now()` the time at which it begins.
-
-Whatever is behind an event that is retried is passed over by an index, never read: a key may have any number of events.
+Each operation of the relay is a single statement, so no transaction stays open; `now()` is the time it starts.
+Events that wait behind a retried event of the same key are skipped by an index and never read, because a key can have
+any number of events.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Acts on PostgreSQL: asyncpg in one transaction; rows that two could race for are locked. Times are the server's.
+"""Run `SqlTransaction`s on PostgreSQL: operators' writes, trigger executions, notification marks.
 
-People's acts on PostgreSQL.
-
-What triggers need of a PostgreSQL ledger.
-
-Marks of what has been told, on PostgreSQL.
+Each runs on asyncpg in one transaction. Rows that two callers could race for are locked. Times are the server's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Words of the sentences in `ledger.explain`: instants, spans, errors, people. Pure.
+"""Explain why a job is in its state and what comes next, in sentences for `explain`. Pure.
 
-A job's story in plain sentences: what happened, why it is where it is, what will happen next. Pure.
-
-It reads events in order, as ledger or feed tell them, and, if there is one, what the engine says of the job right now.
-Every state and every event has its sentence; an event that nobody here knows is told by its name.
+Reads the job's events in order and `JobFacts`: what is known besides the events, including what the engine says about
+the job now, if it knows it. Every state has its sentence. Also holds the phrases that `explain` shares: instants,
+durations, errors, actors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Approvals and the operators' log as people look at them: filters and rows (requirements A3, H5).
-
-Dead letters as people look at them: filters, rows, groups (requirements D2, D5).
-"""
+"""Filters, rows, pages and groups for approvals, the audit log and dead letters (A3, H5, D2, D5)."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""What others are to be told by webhook, as the ledger knows it (requirement H7): the courier's end.
+"""Read-only queries about what operators decide on, pending notifications, gauges and effect keys.
 
-A row is *untold* until it is marked. Rows are marked after their deliveries have been handed in under keys of their
-own, so whoever comes between the two, or at the same time, tells nothing twice.
-
-Questions of people to the ledger about what they decide on: approvals, dead letters, the operators' log.
-
-A part of `ledger.queries.Queries`. `tenants` are those that the asker may see, None is all of them; what is of another
-tenant is not there.
-
-What a scrape asks the ledger: a few numbers, each from a small index.
-
-Keys of effects for people: which are in doubt or under way, and one of them with everything that is known.
+- `OperatorQueries`, a part of `Queries`: approvals, dead letters, the audit log. `tenants` are those that the caller
+  may see, None for all; rows of other tenants are treated as absent.
+- `PendingNotifications`: what has to be sent to subscribers by webhook (requirement H7). A row is pending until it is
+  marked. Rows are marked after their deliveries were submitted under idempotency keys, so a crash between the two
+  steps, or a second process doing the same, does not send a notification twice.
+- `read_gauges`: the numbers for a metrics scrape, each from a small index.
+- `EffectQueries`: effect keys in doubt or reserved, and one key with everything known about it.
 """
 
 from __future__ import annotations

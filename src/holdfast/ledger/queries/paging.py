@@ -1,24 +1,13 @@
-"""Lists of what people have to do with, newest first, in keyset pages: approvals, dead letters, the operators' log.
+"""Keyset pages and cursors for lists, newest first: approvals, dead letters, the audit log.
 
-As with jobs (`ledger.listing`): one search per tenant, driven by one index that has the order of the list; what the
-index does not know is checked on what it gives, at most `SCANNED` rows a page. So a page takes bounded time whatever is
-asked for. The order is (instant, id, tenant), descending: what is new comes before the first page, and nothing moves
-between pages.
+Every index leads with the tenant, so a list over several tenants is one search per tenant, merged here. Each search is
+driven by one index that has the order of the list. Conditions that the index does not cover are checked on the rows it
+returns, about `SCANNED` rows a page. A page therefore takes bounded time whatever the filter; rare matches cost more
+pages, never a long query. The order is (instant, id, tenant), descending: new rows come before the first page, and
+rows do not move between pages. Lists of jobs (`ledger.queries.job_list`) work the same way and use the same limits.
 
-Cursors: places in a list as text that callers hand back and do not look into.
-
-An instant in microseconds and the names that come after it in the order, as hexadecimal UTF-8. Every text of that shape
-is a place, be it one where nothing stands: so the shape is all that there is to be checked, and a pattern says it all.
-
-Lists of jobs, newest first, in keyset pages: filters, cursors, and the statements that find a page.
-
-Every index leads with the tenant, so a list over all tenants (or over several states) is one search per tenant (and
-state), merged here. Each search is driven by one index that has the order of the list; conditions that the index does
-not know are checked on what it gives, at most `SCANNED` rows a page. So a page takes bounded time whatever is asked
-for, and a rare thing costs more pages, never a long query.
-
-The order is (created, job id, queue, tenant), descending, compared by code point everywhere: new jobs come before the
-first page, and nothing moves between pages.
+A cursor is opaque to callers: an instant in microseconds, then the names that follow it in the order, as hexadecimal
+UTF-8. Every text of that shape is a valid position, even where there is no row, so `cursor_pattern` is the whole check.
 """
 
 from __future__ import annotations

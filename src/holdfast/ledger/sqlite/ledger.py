@@ -1,13 +1,9 @@
-"""The ledger in a SQLite file of its own: its roles, put together.
+"""The ledger on SQLite, in its own file or the engine's: its roles, owner check and `doctor` findings.
 
-The embedded ledger: the engine's own file. The engine's transaction writes jobs, events and dead letters; the other
-tables are in the same file, behind the same writer.
-
-Light to make: most programs on SQLite only submit and work, and never ask. SQLAlchemy is loaded by the first who does.
-
-The look at a ledger's own SQLite file before it is used. Its tables are looked at where the file is opened.
-
-What `doctor` says about a ledger's own SQLite file.
+`SqliteLedger` has its own file. `owner_check` refuses one of another namespace; the tables are checked where the file
+is opened. `EmbeddedLedger` is in the engine's file: the engine's transaction writes jobs, events and dead letters, and
+the other tables are in the same file behind the same writer. It is cheap to create: SQLAlchemy is loaded by the first
+query, because most programs on SQLite only submit and work.
 """
 
 from __future__ import annotations

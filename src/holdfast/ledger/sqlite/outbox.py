@@ -1,9 +1,8 @@
-"""The outbox in a SQLite file, the ledger's own or the engine's: each of the relay's questions is one operation of the
-file's writer.
+"""The relay's outbox store in a SQLite file, the ledger's own or the engine's, with its SQL.
 
-The relay's SQL on SQLite: the same as on PostgreSQL, with lists as JSON texts and answers as one JSON text.
-
-Whatever is behind an event that is retried is passed over by an index, never read: a key may have any number of events.
+Each operation of the relay is one operation of the file's writer. The statements are those of PostgreSQL, with lists
+passed as JSON texts and each answer returned as one JSON text. Events that wait behind a retried event of the same key
+are skipped by an index and never read, because a key can have any number of events.
 """
 
 from __future__ import annotations

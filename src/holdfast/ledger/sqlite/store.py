@@ -1,10 +1,7 @@
-"""One event loop's way to a SQLite ledger: the file's one writer for what writes, an engine for queries.
+"""Access to a SQLite ledger from one event loop: the file's one writer, and an SQLAlchemy engine for queries.
 
-The same for a file of its own and for the engine's file (embedded); they differ in who made the tables.
-
-A ledger's own SQLite file: made when it is empty, looked at when it is not. It is never an engine's file.
-
-Connections for readers.
+The same for a ledger's own file and for the engine's file (embedded); they differ in who creates the tables.
+`prepare_ledger` creates them in an empty file and checks a file that is not empty; it refuses an engine's file.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Acts on SQLite, in a file of the ledger's own or in the engine's: one operation of its writer each, so that nothing
-else writes meanwhile. Times are the given clock's.
+"""Run `SqlTransaction`s on SQLite: operators' writes, trigger executions, notification marks.
 
-People's acts on SQLite.
-
-What triggers need of a ledger in a SQLite file.
-
-Marks of what has been told, in the file's one writer.
+The file is the ledger's own or the engine's. Each transaction that writes is one operation of the file's writer, so
+nothing else writes meanwhile. Times are those of the given clock.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""An act is a generator: it yields SQLAlchemy statements and is sent their rows, all within one transaction.
+"""Store-independent transactions (`SqlTransaction`) and the base class that runs them (`TransactionRunner`).
 
-So each act is written once and every store runs it: `ledger.postgres.acts`, `ledger.sqlite.acts`. What an act
-raises takes the transaction back. An error that it *returns* is raised after the commit: for what has to be written
-down although the caller is refused.
-
-What a store says of acts: how one is run.
+A `SqlTransaction` is a generator: it yields SQLAlchemy statements and is sent their rows, all within one database
+transaction. Each is written once, and every store runs it (`ledger.postgres.transactions`,
+`ledger.sqlite.transactions`). An error that it raises rolls the transaction back. An error that it *returns* is raised
+after the commit, for what must be recorded although the caller is refused.
 """
 
 from __future__ import annotations

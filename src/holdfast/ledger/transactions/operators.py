@@ -1,10 +1,7 @@
-"""Tokens: made, listed, revoked.
+"""`SqlOperatorStore`, the `OperatorStore` written once for every store, with its smaller transactions.
 
-The operators' log, and alerts that stand.
-
-A person's word on an effect in doubt.
-
-Role `People`, written once for every store.
+Here are the transactions on tokens, audit entries, alerts and effects in doubt; those on approvals and dead letters
+have their own modules.
 """
 
 from __future__ import annotations

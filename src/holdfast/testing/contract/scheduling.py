@@ -1,6 +1,7 @@
-"""Waiting for a retry, in a set by due time or in the pending list (Y3–Y5, Y8, Q14).
+"""Engine contract for retries and for running a job early.
 
-Run it now: a waiting job is made due, or one job is taken out of its turn (H1, H3).
+`RetryContract`: a retry waits in a set by due time or in the pending list, with the same guarantees (Y3–Y5, Y8, Q14).
+`ExpediteContract`: `expedite` makes a waiting job due, `claim_job` claims one given job out of order (H1, H3).
 """
 
 from __future__ import annotations

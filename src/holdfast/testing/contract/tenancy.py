@@ -1,6 +1,7 @@
-"""Tenants take turns: fairness, weights, a tenant's own concurrency (Q, H5).
+"""Engine contract for tenants that share a queue, and for intake limits.
 
-Limits on what a queue takes in, of its own and of each tenant (H5).
+`FairnessContract`: fair shares, weights and the concurrency limit of a tenant (Q, H5).
+`IntakeLimitContract`: backlog limits of a queue and of each tenant in it (H5).
 """
 
 from __future__ import annotations

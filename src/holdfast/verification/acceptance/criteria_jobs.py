@@ -1,8 +1,9 @@
-"""Workers that die or stand still: their jobs are taken over, and they themselves are fenced off (X1.3, X2.4, Q6).
+"""Acceptance criteria for jobs: life cycle, lost leases, replays.
 
-A job's life: it succeeds, it fails for good, its effect happens once, it is cancelled (X1, E1).
-
-The replays RP-001 to RP-005 (X3): transitions, retry counts, the dead letter's link, and no second final write.
+`LIFE_CRITERIA`: a job succeeds, fails permanently, has its effect once, or is cancelled; one job per key (X1, E1, H1).
+`LEASE_CRITERIA`: jobs of killed or paused workers are reclaimed, and the old worker is fenced (X1.3, X2.4, Q5, Q6).
+`REPLAY_CRITERIA`: RP-001 to RP-005 (X3), which check transitions, retry counts, the link to the dead letter, and that a
+second final write is refused.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The ledger: durable submissions, lost jobs that come back, and in the end every story whole (L2, L3, L4).
+"""Acceptance criteria for servers, ledger, wire protocol and operators.
 
-The servers themselves: what `holdfast doctor` asks of them, and whether the ledger's user has its rights.
-
-The wire protocol, as any Redis client sees it: foreign messages and results (Q3, Q13, Q15).
-
-What people do: look after suspended jobs, answer questions, keep a backlog in bounds (X2.3, X2.5, A2).
+`SERVER_CRITERIA`: the run's sandbox, and the ledger's tables and permissions. `diagnosed` adds one criterion per
+finding of `holdfast doctor`.
+`LEDGER_CRITERIA`: durable submissions are recorded, and jobs that the engine lost are restored (L3, L4).
+`WIRE_CRITERIA`: foreign messages and results, as any Redis client sees them (Q3, Q13, Q15).
+`OPERATOR_CRITERIA`: suspended jobs, approvals and backlog limits (X2.3, X2.5, A2).
+`LAST`: every history is complete and legal, and nothing is pending (L2, Q2). Run after all others.
 """
 
 from __future__ import annotations

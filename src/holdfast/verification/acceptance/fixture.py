@@ -1,6 +1,7 @@
-"""What a run of the acceptance criteria says.
+"""Fixture and results of the acceptance criteria.
 
-What the criteria work with: an app in the run's own room, a worker, worker processes to kill, a job's story.
+`AcceptanceFixture` gives criteria an app in the run's sandbox, a worker, worker processes to kill or pause, and the
+events of a job. `Criterion`, `CriterionResult` and `AcceptanceReport` describe what is checked and what came of it.
 """
 
 from __future__ import annotations

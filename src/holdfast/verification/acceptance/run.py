@@ -1,9 +1,10 @@
-"""Runs all criteria on a deployment, within a minute, and leaves nothing behind.
+"""Run all acceptance criteria on a deployment within a minute, then remove everything they wrote.
 
-Whatever happens (a criterion fails, a server goes away, somebody presses Ctrl-C) worker processes are ended and
-everything is removed before `verify_deployment` returns or raises.
+Also if a criterion fails, a server becomes unreachable or the run is interrupted (Ctrl-C), worker processes are ended
+and everything is removed before `verify_deployment` returns or raises. What could not be removed is reported.
 
-The criteria, in the order in which they are run.
+Criteria run in the order of `CRITERIA`. The `SLOW` ones, which wait for leases to expire, run concurrently on separate
+queues; the `LAST` ones run when all others have ended.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Names of runs: what a run writes has its name in it, so that nothing else is ever touched or removed.
+"""The sandbox of a run: a separate namespace, schema or file on the deployment's servers.
 
-A name tells when its run began. What a killed run has left is removed by the next one, once it is an hour old: by then
-its run, which takes a minute at most, is over.
+Everything a run writes carries the run's name. `Sandbox.create` makes the sandbox and `Sandbox.remove` deletes it; what
+could not be deleted is listed in `left`. The deployment's own jobs, tables and files are not touched: no key without
+the run's name is written or deleted, except the one that lists the runs.
 
-Where a run lives: a namespace, a schema or a file of its own on the deployment's servers, and how it goes again.
-
-`make` makes it, `remove` leaves nothing of it. The deployment's own jobs, tables and files are not touched: no key
-without the run's name is written or deleted, except for the one that lists the runs.
+A name contains the time its run began. A run takes a minute at most, so what a killed run left is removed by the next
+one once it is an hour old.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The tasks of a run, the same in the program that checks and in the worker processes that it starts and kills.
+"""Tasks of a run, and a worker process to kill or pause.
 
-A worker process to be killed or paused: `python -m holdfast.verification.acceptance.worker_process QUEUE`.
+`build` makes the app with these tasks, for the checking process and its worker processes alike.
 
-Its settings come as one line of JSON on stdin, where nobody else sees a password. It says `ready`, then `begun` when it
-holds a job. It never ends one by itself: told `go on` it returns from it, leaves, and says what the engine made of it.
-When whoever started it has died, it goes: stdin closes, and on Linux the kernel kills it even if it stands still.
+`python -m holdfast.verification.acceptance.worker_process QUEUE` is the worker process. It reads its settings as one
+line of JSON from stdin, so that passwords do not appear in the process list. It prints `ready`, and `begun JOB_ID` when
+it runs a job. The job does not end until stdin brings `go on`; then the job returns, the worker drains, and it
+prints the engine's answers as JSON counts (`refused`, `succeeded`). It ends when its parent dies: stdin closes, and on
+Linux the kernel kills it even if it is stopped.
 """
 
 from __future__ import annotations

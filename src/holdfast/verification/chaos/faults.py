@@ -1,9 +1,9 @@
-"""What is done to a deployment. Each fault is over, and what it broke is whole again, when `strike` returns.
+"""Plan the faults of a chaos run from its seed, and inject them.
 
-That holds however it ends: whoever cancels a fault in the middle finds disks free, ways open, and processes awake; only
-`Deployment.heal` promises that all of them run.
+`plan` is deterministic: the same arguments give the same faults on every machine.
 
-What is going to happen in a chaos run, and when: all of it follows from the seed.
+When `inject` returns, the fault has ended and its damage is repaired. If it is cancelled, disks are freed, connections
+reopened and processes resumed; only `Deployment.heal` guarantees that all processes run.
 """
 
 from __future__ import annotations

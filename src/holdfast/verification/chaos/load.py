@@ -1,11 +1,11 @@
-"""Submits the jobs of a chaos run at a bounded rate: through the library, one by one and in bulk, and through HTTP.
+"""Submit the jobs of a chaos run at a bounded rate: by library, singly and in bulk, and by HTTP.
 
-It outlives every fault: what has no clear answer is in doubt, and is submitted again under the same key, by another way
-in turn, until there is a receipt. Everything that it learns is in the journal.
+`LoadGenerator` continues through every fault. A submission without a clear answer is in doubt; it is submitted again
+under the same key, alternating between library and HTTP, until it is accepted or refused.
 
-What the submitter knows for certain, on disk before it goes on: accepted, in doubt, refused, done by people.
-
-The one witness that is not holdfast: checks hold the ledger against it.
+`SubmissionJournal` is a file with everything known for certain: accepted, in doubt, refused, and what operators did.
+Each entry is written in one call before the generator continues. It is the only record not made by holdfast; checks
+compare the ledger with it.
 """
 
 from __future__ import annotations

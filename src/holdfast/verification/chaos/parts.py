@@ -1,13 +1,12 @@
-"""The parts of a deployment: processes that can be hurt one at a time, and brought back.
+"""Parts of a deployment under chaos: processes, their disks, and the kinds of faults.
 
-Programs of holdfast's own are started as an operator would start them, with `python -m holdfast`, and are held to what
-is promised: SIGTERM ends them in time, with exit code 0.
+`Program` starts holdfast as an operator would, with `python -m holdfast`. It records a defect if SIGTERM does not end
+the process in time with exit code 0.
 
-A small disk of its own under a server's data, that can be full for a while.
+`Disk` is a small `tmpfs` under a server's data that can be filled and freed. Only root may mount one; otherwise the
+folder is a plain one, which cannot be filled, and `why_not` gives the reason.
 
-It is a `tmpfs`, which only root may mount; where that is not allowed the folder is a plain one, and `why_not` says so.
-
-The words of a chaos run: what is done to whom, and what came of it.
+`FaultKind`, `Fault` and `FaultResult` describe what is done to which part, and what came of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Servers of our own: started on free ports, killed, stopped and brought back.
+"""Find, start, pause, kill and restart redis-server and postgres processes.
 
-A server keeps its port and folder for life, so that it can be killed and started again under the same address.
-
-Where the servers of a deployment are found, and what to do if they are not.
+A server is started on a free port and keeps its port and folder for life, so that it can be killed and started again
+under the same address. `find_redis` and `find_postgres` raise `UsageError` with the remedy if there is no binary.
 """
 
 from __future__ import annotations

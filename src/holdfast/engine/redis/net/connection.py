@@ -1,17 +1,17 @@
-"""One connection to Redis, thin: commands packed in C, replies in order, nothing else.
+"""Pipelined connections to one Redis server, and parsing of `HOLDFAST_URL`.
 
-Measured five times cheaper per command than a general client, which is what submit, claim and settle
-need. A server that accepts but does not answer is noticed by a watchdog, since a stopped process keeps
-its sockets open.
+A connection packs commands in C and returns replies in order. It was measured at a fifth of the cost per command of a
+general client, which matters for submit, claim and settle. A timer detects a server that accepts commands but does not
+answer, because a stopped process keeps its sockets open.
 
-HOLDFAST_URL of a Redis: one server, Sentinel or Cluster.
+URLs of a single server, Sentinel and Cluster:
 
     redis://[user:password@]host[:port][/db]
     redis+sentinel://[user:password@]host[:port],host[:port],…/service[/db][?sentinel_username=…&sentinel_password=…]
     redis+cluster://[user:password@]host[:port],host[:port],…
 
-`rediss…://` (or `ssl=true`) is TLS, with `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` and `ssl_cert_reqs`. A mistake
-is an `InvalidOption` that says what to write, and never repeats the URL: it may hold a password.
+`rediss…://` (or `ssl=true`) is TLS, with `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` and `ssl_cert_reqs`. An invalid
+URL raises `InvalidOption` that says what to write. The message never repeats the URL, which may contain a password.
 """
 
 from __future__ import annotations

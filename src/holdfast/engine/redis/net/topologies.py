@@ -1,15 +1,14 @@
-"""Redis Cluster: one client a node, chosen by the slot of the key (decision 0018).
+"""Clients for Redis Cluster and for Redis behind Sentinel.
 
-All keys of a queue share a hash tag, so a script has one node that runs it. Which node has which slot is learned from
-any node that answers, and again whenever a node does not answer, or says that the slot is elsewhere. Such an answer
-(`MOVED`, `ASK`) means that nothing was applied, so the command goes where it points; nothing else is sent twice.
+`ClusterClient` (decision 0018) has one client per node and picks it by the slot of the key. All keys of a queue share a
+hash tag, so one node runs a script. The slot map is read from any node that answers, and again when a node does not
+answer or redirects. A redirect (`MOVED`, `ASK`) means that nothing was applied, so the command is sent to the node it
+names. Nothing else is sent twice.
 
-Redis behind Sentinel: each connection goes to whoever is the master when it is opened.
-
-The sentinels are asked all at once, and the address that most of them name is tried first, so that one which is dead
-costs nothing and one which has missed a fail-over is outvoted. The server must say itself that it is a master, or the
-next address is tried. After a fail-over the old connections break, or answer READONLY and are closed; what was on its
-way fails as it does when a single Redis restarts.
+`SentinelClient` opens each connection to the current master. All sentinels are queried at once, and the address that
+most of them name is tried first: an unreachable sentinel costs nothing, and one that missed a fail-over is outvoted.
+The server must confirm that it is a master, or the next address is tried. After a fail-over the old connections break,
+or answer READONLY and are closed. Commands in flight fail as they do when a single Redis restarts.
 """
 
 from __future__ import annotations
