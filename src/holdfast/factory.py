@@ -57,7 +57,7 @@ def build_ledger(settings: Settings, engine: Engine, clock: Clock | None = None)
     clock = clock or SystemClock()
     if settings.embedded:
         from holdfast.engine.sqlite.engine import SqliteEngine
-        from holdfast.ledger.sqlite.ledger import EmbeddedLedger
+        from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 
         if not isinstance(engine, SqliteEngine):
             raise TypeError(f"an embedded ledger is in a SqliteEngine's file, not in {type(engine).__name__}'s")

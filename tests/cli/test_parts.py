@@ -42,7 +42,7 @@ from holdfast.errors import (
     UsageError,
     WaitTimeout,
 )
-from holdfast.observe.logs import JsonFormatter
+from holdfast.observe.log_formats import JsonFormatter
 from holdfast.observe.redact import redact
 
 

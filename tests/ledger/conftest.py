@@ -10,7 +10,8 @@ import pytest
 from holdfast.clock import SystemClock
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
-from holdfast.ledger.sqlite.ledger import EmbeddedLedger, SqliteLedger
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
 from holdfast.sqlite.connection import DatabaseFile
 

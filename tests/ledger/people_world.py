@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Executable, Table, insert, select
 
 from holdfast import schema
-from holdfast.ledger.sqlite.ledger import EmbeddedLedger
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.ledger.transactions.base import SqlTransaction
 from holdfast.ledger.transactions.operators import SqlOperatorStore
 from tests.ledger.conftest import AnyLedger

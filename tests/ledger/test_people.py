@@ -296,7 +296,7 @@ JOB = {"idempotency_key": "order-7", "priority": 0, "meta": '{"context":{"user":
 
 def _job(ledger: AnyLedger) -> dict[str, Any]:
     """Embedded, the context is a part of the meta."""
-    from holdfast.ledger.sqlite.ledger import EmbeddedLedger
+    from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 
     return JOB if isinstance(ledger, EmbeddedLedger) else JOB | {"context": '{"user":"u"}'}
 

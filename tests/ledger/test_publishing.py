@@ -20,7 +20,8 @@ from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved
 from holdfast.ledger.port.messages import OutboxEvent
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
-from holdfast.ledger.sqlite.ledger import EmbeddedLedger, SqliteLedger
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
+from holdfast.ledger.sqlite.ledger import SqliteLedger
 from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
 from holdfast.settings import Settings
 from holdfast.sqlite.connection import DatabaseFile

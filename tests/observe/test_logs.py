@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from holdfast import Fatal, Holdfast
 from holdfast.core.job import Claim, Lease, Meta
 from holdfast.core.states import State
-from holdfast.observe.logs import JsonFormatter, current_claim, log_fields
+from holdfast.observe.log_formats import JsonFormatter
+from holdfast.observe.logs import current_claim, log_fields
 from holdfast.testing import drain
 
 SECRET = "hunter2-Zx9q"

@@ -17,7 +17,7 @@ from holdfast.core.verdict import DeadLetter, Hold, SettleResult, Succeed
 from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.errors import ControlChanged, TransitionInvalid
-from holdfast.ledger.sqlite.ledger import EmbeddedLedger
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.settings import Settings
 from holdfast.sqlite.connection import DatabaseFile
 from holdfast.sqlite.transaction import Transaction

@@ -14,8 +14,9 @@ from holdfast.core.states import State
 from holdfast.core.text import error_fingerprint
 from holdfast.core.verdict import SettleResult, Succeed
 from holdfast.engine.port.operators import QueueControl
-from holdfast.engine.sqlite import schema as upgrading
-from holdfast.engine.sqlite.schema import SCHEMA_VERSION, prepare_schema, upgrade
+from holdfast.engine.sqlite import ledger_schema as upgrading
+from holdfast.engine.sqlite.ledger_schema import upgrade
+from holdfast.engine.sqlite.schema import SCHEMA_VERSION, prepare_schema
 from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch
 from holdfast.sqlite.connection import open_writer
 from holdfast.testing.inline import ManualClock

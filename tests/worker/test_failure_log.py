@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from holdfast import Context, Fatal, Holdfast, Retry, Unavailable
-from holdfast.observe.logs import JsonFormatter, PlainFormatter
+from holdfast.observe.log_formats import JsonFormatter, PlainFormatter
 from holdfast.testing import drain
 from tests.worker import failing_tasks
 

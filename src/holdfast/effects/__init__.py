@@ -10,6 +10,6 @@ if (_error := unsupported()) is not None:
     raise _error
 
 from holdfast.effects.functions import Check, Done, InDoubt, NotDone
-from holdfast.effects.transaction import create_keys_table
+from holdfast.effects.keys_table import create_keys_table
 
 __all__ = ["Check", "Done", "InDoubt", "NotDone", "create_keys_table"]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from holdfast.engine.sqlite.schema import SCHEMA_VERSION, upgrade, version_of
+from holdfast.engine.sqlite.ledger_schema import upgrade
+from holdfast.engine.sqlite.schema import SCHEMA_VERSION, version_of
 from holdfast.errors import InvalidOption, LedgerUnavailable
 from holdfast.extras import require
 from holdfast.schema.columns import TABLE

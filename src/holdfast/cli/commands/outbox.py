@@ -21,7 +21,7 @@ from holdfast.core.principal import Principal
 from holdfast.errors import InvalidOption, LedgerRefused, LedgerUnavailable, NoLedger
 from holdfast.factory import OutboxHandle
 from holdfast.ledger.port.messages import OutboxEvent, OutboxStatus
-from holdfast.observe.logs import log_to_stderr
+from holdfast.observe.log_formats import log_to_stderr
 from holdfast.operations.messages import OutboxOperations
 from holdfast.upkeep.relay_service import RelayService
 

@@ -19,7 +19,7 @@ from holdfast.cli.output import note
 from holdfast.cli.session import EngineTarget
 from holdfast.core.job import DEFAULT_QUEUE
 from holdfast.errors import EngineUnavailable
-from holdfast.observe.logs import log_to_stderr
+from holdfast.observe.log_formats import log_to_stderr
 from holdfast.observe.prometheus import AskReadiness, serve_metrics
 from holdfast.observe.redact import redact
 from holdfast.operations.metrics import render_metrics

@@ -15,7 +15,7 @@ from holdfast.cli.lifecycle import run_until_signal
 from holdfast.cli.output import note
 from holdfast.cli.session import EngineTarget, local_principal
 from holdfast.errors import EngineUnavailable, LedgerUnavailable, NoLedger, UsageError
-from holdfast.observe.logs import log_to_stderr
+from holdfast.observe.log_formats import log_to_stderr
 from holdfast.observe.redact import redact
 from holdfast.operations.operations import Operations
 

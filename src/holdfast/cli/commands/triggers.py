@@ -18,7 +18,7 @@ from holdfast.cli.output import emit_json, emit_rows, instant, note, shorten, sp
 from holdfast.cli.session import EngineTarget, open_operations
 from holdfast.errors import InvalidOption
 from holdfast.ledger.port.messages import ExecutionStatus
-from holdfast.observe.logs import log_to_stderr
+from holdfast.observe.log_formats import log_to_stderr
 from holdfast.observe.prometheus import serve_metrics
 from holdfast.operations.metrics import render_metrics
 from holdfast.triggers.config import plan_capacity
