@@ -20,7 +20,7 @@ from typing import Any, Final
 from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage
 
 #: How long a test waits for something that should happen at once, before it is called a failure.
-SOON_S: Final = 20.0
+SOON_S: Final = 60.0
 #: For so long nothing may come, where nothing should.
 QUIET_S: Final = 0.4
 _LOOK_S: Final = 0.02
