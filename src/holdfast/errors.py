@@ -214,7 +214,7 @@ class Forbidden(HoldfastError):
     code = "FORBIDDEN"
 
 
-class NotFound(HoldfastError):
+class Unknown(HoldfastError):
     """Nothing of that id, or nothing that this caller may know of."""
 
     code = "NOT_FOUND"
@@ -291,10 +291,10 @@ class SchemaMismatch(HoldfastError):
         self.wanted = wanted
 
 
-class RunEnded(HoldfastError):
+class RunOver(HoldfastError):
     """This run has timed out, was cancelled or has lost its lease: it may begin no effect and no step any more."""
 
-    code = "RUN_ENDED"
+    code = "RUN_OVER"
 
     def __init__(self, job_id: str, what: str) -> None:
         super().__init__(
@@ -383,7 +383,7 @@ class IntakeRefused(HoldfastError):
     def __init__(self, queue: str, why: str) -> None:
         super().__init__(f"queue {queue!r} takes no new jobs: {why}")
         self.queue = queue
-        self.reason = why
+        self.why = why
 
 
 class IntakeLimited(IntakeRefused):
@@ -398,11 +398,11 @@ class FeedFull(IntakeRefused):
     code = "FEED_FULL"
 
 
-class FeedDetached(IntakeRefused):
+class FeedUnread(IntakeRefused):
     """The queue has a ledger, but its feed has no reader yet: the store is new, was wiped or restarted, or a replica
     took over. The submitter sees to it."""
 
-    code = "FEED_DETACHED"
+    code = "FEED_UNREAD"
 
 
 class Unavailable(HoldfastError):

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.core.job import Envelope, Receipt
-from holdfast.errors import EngineUnavailable
-from holdfast.ledger.port.operators import DeadLetterStatus
-from holdfast.ledger.queries.operator_filters import DeadLetterFilter
-from holdfast.operations.dead_letters import DeadLetterOperations
+from holdfast.dlq.letters import Letters
+from holdfast.errors import (
+    EngineUnavailable,
+)
+from holdfast.ledger.letters import LetterFilter
+from holdfast.ledger.people import LetterStatus
 from tests.people.world import ADA, World
 
-EVERY = DeadLetterFilter()
+EVERY = LetterFilter()
 
 
 class Broken:
@@ -27,13 +29,13 @@ class Broken:
         raise EngineUnavailable("the line went dead")
 
 
-def office(world: World, desk: Any = None) -> DeadLetterOperations:
-    ledger = world.app.ledger_backend
+def office(world: World, desk: Any = None) -> Letters:
+    ledger = world.app.ledger_port
     assert ledger is not None
-    return DeadLetterOperations(world.app.engine, ledger, desk) if desk else world.offices.dead_letters
+    return Letters(world.app.engine, ledger, desk) if desk else world.offices.letters
 
 
-async def status(world: World, dlq_id: str) -> DeadLetterStatus:
+async def status(world: World, dlq_id: str) -> LetterStatus:
     return (await office(world).show(ADA, dlq_id)).status
 
 

@@ -15,12 +15,12 @@ import typer.main
 import yaml
 
 import holdfast
-from holdfast import Context, Deny, GuardRequest, Holdfast, Job, RequireApproval, Retry, Task, Worker
+from holdfast import AskPeople, Context, Deny, GuardRequest, Holdfast, Job, Retry, Task, Worker
 from holdfast.cli.program import program
-from holdfast.client.connections import LedgerClient
-from holdfast.client.options import SubmitOptions
-from holdfast.guard.registry import GuardRegistry
-from holdfast.outbox.writer import Outbox
+from holdfast.guard.guards import Guards
+from holdfast.ledger_door import LedgerDoor
+from holdfast.options import SubmitOptions
+from holdfast.outbox.writing import Outbox
 from holdfast.settings import Settings
 from tools.cli_reference import walk
 
@@ -40,14 +40,13 @@ PAGES: Final = [
 #: Public by name, but plumbing between holdfast's own modules.
 INTERNAL: Final[dict[type, frozenset[str]]] = {
     Holdfast: frozenset(
-        {"specs", "outbox_backend", "ledger_backend", "envelope", "submitter", "guard_runner"}
-        | {"enqueue_in_transaction", "enqueue_in_transaction_sync", "transactional_event"}
+        {"plans", "outbox_port", "ledger_port", "envelope", "desk", "enlist", "enlist_sync", "enlisted", "gate"}
     )
-    | {"require_ledger", "run_inline"},
+    | {"door", "inline_desk", "require_ledger", "run_inline"},
     Task: frozenset({"plan"}),
-    Context: frozenset({"begun"}),
-    Worker: frozenset({"on_leases_lost", "on_cancelled", "on_control_changed", "on_due", "incarnation", "status"}),
-    GuardRegistry: frozenset({"judge"}),
+    Context: frozenset({"begun", "stop", "undecided"}),
+    Worker: frozenset({"lost", "cancelled", "controlled", "due", "incarnation", "status"}),
+    Guards: frozenset({"judge"}),
 }
 
 
@@ -101,13 +100,13 @@ NAMED: Final[dict[str, tuple[str, set[str]]]] = {
     "Task": ("Submitting", members(Task)),
     "Job": ("`Job`", members(Job)),
     "Context": ("`Context`", members(Context)),
-    "Guards": ("`app.guard`", members(GuardRegistry) | parameters(GuardRegistry.rule)),
-    "AskPeople": ("`app.guard`", fields(RequireApproval)),
+    "Guards": ("`app.guard`", members(Guards) | parameters(Guards.rule)),
+    "AskPeople": ("`app.guard`", fields(AskPeople)),
     "Deny": ("`app.guard`", fields(Deny)),
     "GuardRequest": ("`app.guard`", fields(GuardRequest)),
     "Consent": ("`Context`", {"approval_id", "by", "at_ms", "reason"}),
     "Outbox": ("`app.outbox`", members(Outbox) | parameters(Outbox.add)),
-    "ledger": ("`app.ledger`", members(LedgerClient)),
+    "ledger": ("`app.ledger`", members(LedgerDoor)),
     "Worker": ("`Worker(", members(Worker) | (parameters(Worker.__init__) - {"app"})),
 }
 
@@ -235,7 +234,7 @@ def test_every_target_of_the_audit_log_is_in_its_table() -> None:
         str(keyword.value.value)
         for path in (ROOT / "src").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "AuditEntry"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Action", "Deed")
         for keyword in node.keywords
         if keyword.arg == "target" and isinstance(keyword.value, ast.Constant)
     }

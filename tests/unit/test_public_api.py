@@ -12,8 +12,8 @@ from holdfast.errors import HoldfastError
 
 NAMES = {
     "Allow",
-    "RequireApproval",
-    "Approval",
+    "AskPeople",
+    "Consent",
     "Context",
     "Deny",
     "Fatal",

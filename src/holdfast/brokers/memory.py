@@ -18,14 +18,15 @@ from typing import ClassVar, Final, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage, dead_letter_headers
+from holdfast.brokers.letters import dead_headers
+from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
 from holdfast.errors import BrokerUnavailable
 
 #: So many messages of a topic are kept for groups that begin later.
 _KEPT: Final = 100_000
 
 
-class MemoryConfig(BaseModel):
+class MemoryConnection(BaseModel):
     """Which of this process's brokers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -38,7 +39,7 @@ class _Waiting:
     """A message as one group has it."""
 
     sequence: int
-    message: OutgoingMessage
+    message: Outgoing
     written_at: datetime
     deliveries: int = 0
 
@@ -69,7 +70,7 @@ class MemoryBroker:
         self._members: set[MemoryAdapter] = set()
         self._down = False
         #: Messages of which it says yes are not written.
-        self.refuse: Callable[[OutgoingMessage], bool] = lambda _: False
+        self.refuse: Callable[[Outgoing], bool] = lambda _: False
 
     @classmethod
     def named(cls, name: str = "default") -> Self:
@@ -79,7 +80,7 @@ class MemoryBroker:
         return broker
 
     @classmethod
-    def reset(cls, name: str = "default") -> None:
+    def forget(cls, name: str = "default") -> None:
         """Who asks for this name from now on gets a new broker."""
         cls._named.pop(name, None)
 
@@ -104,15 +105,15 @@ class MemoryBroker:
 
     def write(self, topic: str, body: bytes | None, headers: Mapping[str, str] | None = None, key: str = "") -> str:
         """Publish one message, whatever state the broker is in; its id."""
-        sequence = self._append(OutgoingMessage(topic, body, dict(headers or {}), key))
+        sequence = self._append(Outgoing(topic, body, dict(headers or {}), key))
         return _message_id(topic, sequence)
 
-    def messages(self, topic: str) -> list[OutgoingMessage]:
+    def messages(self, topic: str) -> list[Outgoing]:
         """All that was ever written to a topic, consumed or not."""
         with self._lock:
             return [waiting.message for waiting in self._topic(topic).log]
 
-    def publish(self, message: OutgoingMessage) -> None:
+    def publish(self, message: Outgoing) -> None:
         """Write it, or raise `BrokerUnavailable`."""
         self.check()
         if self.refuse(message):
@@ -146,7 +147,7 @@ class MemoryBroker:
                 self._give_back(group, delivery)
         self._wake()
 
-    def next_message(self, adapter: MemoryAdapter, group: _Group) -> tuple[int, _Waiting] | None:
+    def take(self, adapter: MemoryAdapter, group: _Group) -> tuple[int, _Waiting] | None:
         """The next message and the number of this delivery. A key that another consumer has in hand is left to it."""
         if self._down:
             return None
@@ -161,7 +162,7 @@ class MemoryBroker:
                     return delivery, waiting
         return None
 
-    def ack(self, group: _Group, delivery: int) -> None:
+    def done(self, group: _Group, delivery: int) -> None:
         """Forget this delivery's message."""
         with self._lock:
             group.held.pop(delivery, None)
@@ -174,7 +175,7 @@ class MemoryBroker:
             self._give_back(group, delivery)
         self._wake()
 
-    def _append(self, message: OutgoingMessage) -> int:
+    def _append(self, message: Outgoing) -> int:
         with self._lock:
             topic = self._topic(message.topic)
             sequence = next(self._numbers)
@@ -203,7 +204,7 @@ class MemoryAdapter(QueueAdapter):
 
     def __init__(
         self,
-        connection: MemoryConfig,
+        connection: MemoryConnection,
         queue_name: str,
         consumer_group: str,
         *,
@@ -238,7 +239,7 @@ class MemoryAdapter(QueueAdapter):
     async def ack(self, message: RawMessage) -> None:
         delivery = self._ended(message)
         if delivery is not None:
-            self._broker.ack(self._joined(), delivery)
+            self._broker.done(self._joined(), delivery)
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
         delivery = self._ended(message)
@@ -247,13 +248,13 @@ class MemoryAdapter(QueueAdapter):
         if requeue:
             self._broker.requeue(self._joined(), delivery)
         else:
-            self._broker.ack(self._joined(), delivery)
+            self._broker.done(self._joined(), delivery)
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
         if not self.owns(message):
             return
-        headers = dead_letter_headers(message, self.queue_name, reason, history)
-        self._broker.publish(OutgoingMessage(self._dlq_name, message.body, headers, message.key))
+        headers = dead_headers(message, self.queue_name, reason, history)
+        self._broker.publish(Outgoing(self._dlq_name, message.body, headers, message.key))
         await self.ack(message)
 
     def owns(self, message: RawMessage) -> bool:
@@ -289,7 +290,7 @@ class MemoryAdapter(QueueAdapter):
         self._deliveries = {known: number for known, number in self._deliveries.items() if number in group.held}
         if self._paused or len(self._deliveries) >= self._prefetch:
             return None
-        taken = self._broker.next_message(self, group)
+        taken = self._broker.take(self, group)
         if taken is None:
             return None
         delivery, waiting = taken
@@ -320,7 +321,7 @@ class MemoryAdapter(QueueAdapter):
 class MemoryPublisher(Publisher):
     """Writes to a `MemoryBroker`."""
 
-    def __init__(self, connection: MemoryConfig) -> None:
+    def __init__(self, connection: MemoryConnection) -> None:
         self._broker = MemoryBroker.named(connection.name)
         self._connected = False
 
@@ -328,7 +329,7 @@ class MemoryPublisher(Publisher):
         self._broker.check()
         self._connected = True
 
-    async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
+    async def publish(self, messages: Sequence[Outgoing]) -> list[BrokerUnavailable | None]:
         failed: dict[tuple[str, str], BrokerUnavailable] = {}
         answers: list[BrokerUnavailable | None] = []
         for message in messages:
@@ -347,7 +348,7 @@ class MemoryPublisher(Publisher):
     async def close(self) -> None:
         self._connected = False
 
-    def _publish(self, message: OutgoingMessage) -> BrokerUnavailable | None:
+    def _publish(self, message: Outgoing) -> BrokerUnavailable | None:
         if not self._connected:
             return BrokerUnavailable("not connected: call connect() first")
         try:

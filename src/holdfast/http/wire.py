@@ -1,7 +1,6 @@
-"""Request and response structs of the HTTP API.
+"""What goes over the wire, as msgspec structs: they check requests, encode answers, and are the document's schemas.
 
-The msgspec structs validate requests, encode responses and are the schemas of the OpenAPI document. Requests with
-unknown fields are refused. Instants are RFC 3339 in UTC.
+Requests refuse fields that they do not know. Instants are RFC 3339 in UTC.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from holdfast.core.job import Event, Failure, JobInfo, Priority
+from holdfast.core.job import Event, Failure, JobView, Priority
 from holdfast.core.states import State
-from holdfast.ledger.queries import job_list, paging
-from holdfast.ledger.queries.records import EventRow, JobRow
-from holdfast.operations.bulk import BulkReport
+from holdfast.ledger import cursors, listing, paging
+from holdfast.ledger.records import EventRow, JobRow
 
 #: Queues, tenants, tasks: printable ASCII without blanks and braces.
 NAME_PATTERN: Final = r"^[!-z|~]{1,200}$"
@@ -34,19 +32,19 @@ Limit = Annotated[int, Meta(ge=1, le=1_000)]
 Cursor = Annotated[
     str,
     Meta(
-        pattern=paging.cursor_pattern(paging.CURSOR_NAMES),
+        pattern=cursors.pattern_of(paging.CURSOR_NAMES),
         max_length=4_000,
         description="As the page before gave it.",
-        examples=[paging.encode_cursor(1_790_000_000_000_000, "01a1e0a3", "acme")],
+        examples=[cursors.written(1_790_000_000_000_000, "01a1e0a3", "acme")],
     ),
 ]
 JobCursor = Annotated[
     str,
     Meta(
-        pattern=paging.cursor_pattern(job_list.CURSOR_NAMES),
+        pattern=cursors.pattern_of(listing.CURSOR_NAMES),
         max_length=4_000,
         description="As the page before gave it.",
-        examples=[paging.encode_cursor(1_790_000_000_000_000, "01a1e0a3", "default", "acme")],
+        examples=[cursors.written(1_790_000_000_000_000, "01a1e0a3", "default", "acme")],
     ),
 ]
 Text = Annotated[str, Meta(min_length=1, max_length=1_000)]
@@ -68,21 +66,21 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _PRIORITIES: Final[dict[int, PriorityName]] = {Priority.HIGH: "high", Priority.NORMAL: "normal", Priority.LOW: "low"}
 
 
-class RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything that callers send."""
 
 
-class NoQuery(RequestBase, frozen=True, kw_only=True):
+class NoQuery(Request, frozen=True, kw_only=True):
     """No parameters."""
 
 
-class ReasonRequest(RequestBase, frozen=True, kw_only=True):
+class Wish(Request, frozen=True, kw_only=True):
     """Why an operator does something."""
 
     reason: Reason
 
 
-class QueueQuery(RequestBase, frozen=True, kw_only=True):
+class QueueQuery(Request, frozen=True, kw_only=True):
     """Which of several jobs of one id."""
 
     queue: Annotated[str | None, Meta(description="The job's queue, where several share the id.")] = None
@@ -91,7 +89,7 @@ class QueueQuery(RequestBase, frozen=True, kw_only=True):
 # Jobs --------------------------------------------------------------------------------------------------
 
 
-class SubmitRequest(RequestBase, frozen=True, kw_only=True):
+class Submission(Request, frozen=True, kw_only=True):
     """One job to be made."""
 
     task: Name
@@ -109,25 +107,25 @@ class SubmitRequest(RequestBase, frozen=True, kw_only=True):
     webhook_url: WebhookUrl | UnsetType = UNSET
 
 
-class BulkSubmitItem(SubmitRequest, frozen=True, kw_only=True):
+class BulkItem(Submission, frozen=True, kw_only=True):
     """One job of many."""
 
     idempotency_key: Key | UnsetType = UNSET
 
 
-class BulkSubmitRequest(RequestBase, frozen=True, kw_only=True):
+class BulkSubmission(Request, frozen=True, kw_only=True):
     """Many jobs to be made."""
 
-    jobs: Annotated[list[BulkSubmitItem], Meta(min_length=1, max_length=1_000)]
+    jobs: Annotated[list[BulkItem], Meta(min_length=1, max_length=1_000)]
 
 
-class SubmitQuery(RequestBase, frozen=True, kw_only=True):
+class SubmitQuery(Request, frozen=True, kw_only=True):
     """Whether to wait."""
 
     wait: Annotated[float, Meta(ge=0, le=60, description="Wait up to so many seconds for the job's end.")] = 0
 
 
-class JobErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+class JobError(msgspec.Struct, frozen=True, kw_only=True):
     """Why a job did not succeed, or not yet."""
 
     code: str
@@ -135,7 +133,7 @@ class JobErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     type: str = ""
 
 
-class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A job at one moment."""
 
     job_id: str
@@ -153,11 +151,11 @@ class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime | None = None
     finished_at: datetime | None = None
     worker: str = ""
-    error: JobErrorResponse | None = None
+    error: JobError | None = None
     dlq_id: str | None = None
 
 
-class JobDetailResponse(JobResponse, frozen=True, kw_only=True):
+class JobDetail(Job, frozen=True, kw_only=True):
     """A job with what it carries."""
 
     payload: Any
@@ -166,7 +164,7 @@ class JobDetailResponse(JobResponse, frozen=True, kw_only=True):
     submitted_by: str = ""
 
 
-class SubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     """A submission that is safe."""
 
     job_id: str
@@ -177,30 +175,30 @@ class SubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
     location: str
 
 
-class BulkSubmitError(msgspec.Struct, frozen=True, kw_only=True):
+class BulkError(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     detail: str
     status: int
 
 
-class BulkSubmitResult(msgspec.Struct, frozen=True, kw_only=True):
+class BulkResult(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one of many: a job, or an error."""
 
     job_id: str | None = None
     queue: str | None = None
     duplicate: bool = False
-    error: BulkSubmitError | None = None
+    error: BulkError | None = None
 
 
-class BulkSubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
+class BulkAccepted(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of the request."""
 
     accepted: int
     refused: int
-    results: list[BulkSubmitResult]
+    results: list[BulkResult]
 
 
-class PageQuery(RequestBase, frozen=True, kw_only=True):
+class PageQuery(Request, frozen=True, kw_only=True):
     """A page of a list."""
 
     limit: Limit = 50
@@ -222,14 +220,14 @@ class JobQuery(PageQuery, frozen=True, kw_only=True):
     idempotency_key: Exactly | None = None
 
 
-class JobListResponse(msgspec.Struct, frozen=True, kw_only=True):
+class JobPage(msgspec.Struct, frozen=True, kw_only=True):
     """While there is a cursor there may be more."""
 
-    jobs: list[JobResponse]
+    jobs: list[Job]
     cursor: str | None
 
 
-class JobEventResponse(msgspec.Struct, frozen=True, kw_only=True):
+class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a job's story."""
 
     type: str
@@ -247,10 +245,10 @@ class JobEventResponse(msgspec.Struct, frozen=True, kw_only=True):
     data: Any = None
 
 
-class JobEventsResponse(msgspec.Struct, frozen=True, kw_only=True):
+class JobEvents(msgspec.Struct, frozen=True, kw_only=True):
     """A job's story so far."""
 
-    events: list[JobEventResponse]
+    events: list[JobEvent]
 
 
 # Translations ------------------------------------------------------------------------------------------
@@ -272,10 +270,10 @@ def plain(encoded: bytes | None) -> Any:
     return Raw(encoded)
 
 
-def job_of_view(view: JobInfo) -> JobDetailResponse:
+def job_of_view(view: JobView) -> JobDetail:
     """A job as the engine has it."""
     meta = view.meta
-    return JobDetailResponse(
+    return JobDetail(
         job_id=view.job_id,
         task=view.task,
         queue=view.queue,
@@ -300,12 +298,12 @@ def job_of_view(view: JobInfo) -> JobDetailResponse:
     )
 
 
-def job_of_row(row: JobRow) -> JobResponse:
+def job_of_row(row: JobRow) -> Job:
     """A job as the ledger's lists have it."""
     error = None
     if row.error_code is not None:
-        error = JobErrorResponse(code=row.error_code, message=row.last_error or "")
-    return JobResponse(
+        error = JobError(code=row.error_code, message=row.last_error or "")
+    return Job(
         job_id=row.job_id,
         task=row.job_type,
         queue=row.queue,
@@ -326,9 +324,9 @@ def job_of_row(row: JobRow) -> JobResponse:
     )
 
 
-def event_of_row(row: EventRow) -> JobEventResponse:
+def event_of_row(row: EventRow) -> JobEvent:
     """A line of the story as the ledger has it."""
-    return JobEventResponse(
+    return JobEvent(
         type=row.type,
         job_id=row.job_id,
         queue=row.queue,
@@ -345,9 +343,9 @@ def event_of_row(row: EventRow) -> JobEventResponse:
     )
 
 
-def event_of_feed(queue: str, event: Event) -> JobEventResponse:
+def event_of_feed(queue: str, event: Event) -> JobEvent:
     """The same as the engine's feed tells it."""
-    return JobEventResponse(
+    return JobEvent(
         type=event.type,
         job_id=event.job_id,
         queue=queue,
@@ -363,45 +361,5 @@ def event_of_feed(queue: str, event: Event) -> JobEventResponse:
     )
 
 
-def _error(failure: Failure | None) -> JobErrorResponse | None:
-    return None if failure is None else JobErrorResponse(code=failure.code, message=failure.message, type=failure.type)
-
-
-class BulkItemResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one."""
-
-    id: str
-    done: bool
-    #: The job that it is now, if it is one.
-    job_id: str = ""
-    code: str = ""
-    message: str = ""
-
-
-class BulkResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of all."""
-
-    #: How many there were before anything was done.
-    matched: int
-    done: int
-    failed: int
-    dry_run: bool
-    #: Why the rest was left as it is.
-    stopped: str
-    results: list[BulkItemResponse]
-
-
-def bulk_response(report: BulkReport) -> BulkResponse:
-    """A report of the offices."""
-    results = [
-        BulkItemResponse(id=each.id, done=each.done, job_id=each.job_id, code=each.code, message=each.message)
-        for each in report.results
-    ]
-    return BulkResponse(
-        matched=report.matched,
-        done=report.done,
-        failed=report.failed,
-        dry_run=report.dry_run,
-        stopped=report.stopped,
-        results=results,
-    )
+def _error(failure: Failure | None) -> JobError | None:
+    return None if failure is None else JobError(code=failure.code, message=failure.message, type=failure.type)

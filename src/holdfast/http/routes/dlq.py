@@ -8,29 +8,30 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from holdfast.core.principal import Permission
-from holdfast.errors import Conflict, Denied, IntakeRefused, InvalidPayload, NotFound, UsageError
-from holdfast.http.operation import Call, Decorator, Reply, ResponseSpec, operation, raw_arguments
-from holdfast.http.problems import PayloadRejected
+from holdfast.core.person import Right
+from holdfast.dlq.letters import Replayed
+from holdfast.errors import Conflict, Denied, IntakeRefused, InvalidPayload, Unknown, UsageError
+from holdfast.http.asgi import Reply
+from holdfast.http.many import Outcome, outcome
+from holdfast.http.operation import Answer, Call, Decorator, operation
+from holdfast.http.problems import PayloadMisfit
+from holdfast.http.reading import arguments_of
 from holdfast.http.wire import (
     Arguments,
-    BulkResponse,
     Cursor,
     Exactly,
-    JobEventResponse,
+    JobEvent,
     Limit,
     Name,
     NoQuery,
-    ReasonRequest,
-    RequestBase,
+    Request,
     Text,
-    bulk_response,
+    Wish,
     event_of_row,
     plain,
 )
-from holdfast.ledger.port.operators import DeadLetterStatus
-from holdfast.ledger.queries.operator_filters import DeadLetterDetail, DeadLetterFilter, DeadLetterGroup, DeadLetterRow
-from holdfast.operations.dead_letters import ReplayResult
+from holdfast.ledger.letters import LetterDetail, LetterFilter, LetterGroup, LetterRow
+from holdfast.ledger.people import LetterStatus
 
 _TAG: Final = "dlq"
 _PATH: Final = "/api/v1/dlq"
@@ -41,7 +42,7 @@ _AT_MOST_S: Final = 10.0
 _OF_LETTER: Final = {"dlq_id": "$response.body#/letters/0/dlq_id"}
 
 
-class DeadLetterResponse(msgspec.Struct, frozen=True, kw_only=True):
+class Letter(msgspec.Struct, frozen=True, kw_only=True):
     """A job that was given up."""
 
     dlq_id: str
@@ -55,7 +56,7 @@ class DeadLetterResponse(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     retry_count: int
     failed_at: datetime
-    status: DeadLetterStatus
+    status: LetterStatus
     #: Letters that died of the same kind of error have the same.
     fingerprint: str
     #: Who asked for it to be thrown away, and who agreed.
@@ -67,36 +68,36 @@ class DeadLetterResponse(msgspec.Struct, frozen=True, kw_only=True):
     replay_count: int
 
 
-class DeadLetterDetailResponse(DeadLetterResponse, frozen=True, kw_only=True):
+class LetterSheet(Letter, frozen=True, kw_only=True):
     """A dead letter with everything that is needed to decide about it."""
 
     stack: str
     #: Every attempt.
     history: Any
-    events: list[JobEventResponse]
+    events: list[JobEvent]
 
 
-class DeadLetterListResponse(msgspec.Struct, frozen=True, kw_only=True):
-    letters: list[DeadLetterResponse]
+class Letters(msgspec.Struct, frozen=True, kw_only=True):
+    letters: list[Letter]
     cursor: str | None
 
 
-class DeadLetterGroupsResponse(msgspec.Struct, frozen=True, kw_only=True):
+class Groups(msgspec.Struct, frozen=True, kw_only=True):
     """Letters by the kind of error, the most frequent first."""
 
-    groups: list[DeadLetterGroup]
+    groups: list[LetterGroup]
 
 
-class PayloadDiffResponse(msgspec.Struct, frozen=True, kw_only=True):
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """What an edited payload changes, by JSON pointer; without `before` what is new, without `after` what goes."""
 
     changes: list[dict[str, Any]]
 
 
-class DeadLetterQuery(RequestBase, frozen=True, kw_only=True):
+class LetterQuery(Request, frozen=True, kw_only=True):
     """Which letters. Everything given must hold."""
 
-    status: tuple[DeadLetterStatus, ...] = ()
+    status: tuple[LetterStatus, ...] = ()
     task: Name | None = None
     queue: tuple[Name, ...] = ()
     tenant_id: Name | None = None
@@ -107,24 +108,24 @@ class DeadLetterQuery(RequestBase, frozen=True, kw_only=True):
     until: Annotated[datetime, Meta(tz=True)] | None = None
 
 
-class DeadLetterListQuery(DeadLetterQuery, frozen=True, kw_only=True):
+class LetterPageQuery(LetterQuery, frozen=True, kw_only=True):
     """A page of them."""
 
     limit: Limit = 50
     cursor: Cursor | None = None
 
 
-class PayloadRequest(RequestBase, frozen=True, kw_only=True):
+class Edited(Request, frozen=True, kw_only=True):
     payload: Arguments
 
 
-class ReplayRequest(ReasonRequest, frozen=True, kw_only=True):
+class ReplayWish(Wish, frozen=True, kw_only=True):
     """Why; and the payload, if it is another one now."""
 
     payload: Arguments | UnsetType = UNSET
 
 
-class BulkReplayRequest(ReasonRequest, frozen=True, kw_only=True):
+class ReplayMany(Wish, frozen=True, kw_only=True):
     """Every open letter that the filter fits. A dry run only counts."""
 
     task: Name | None = None
@@ -142,11 +143,11 @@ class BulkReplayRequest(ReasonRequest, frozen=True, kw_only=True):
     _PATH,
     "listLetters",
     tag=_TAG,
-    query=DeadLetterListQuery,
+    query=LetterPageQuery,
     answers={
-        200: ResponseSpec(
+        200: Answer(
             "A page, newest first.",
-            DeadLetterListResponse,
+            Letters,
             links={
                 "letter": ("getLetter", _OF_LETTER),
                 "replay": ("replayLetter", _OF_LETTER),
@@ -159,11 +160,11 @@ class BulkReplayRequest(ReasonRequest, frozen=True, kw_only=True):
         )
     },
 )
-async def list_dead_letters(call: Call) -> Reply:
+async def list_letters(call: Call) -> Reply:
     """List dead letters, newest first."""
-    query: DeadLetterListQuery = call.query
-    found = await call.service.operations.dead_letters.list(call.principal, _filter(query), query.limit, query.cursor)
-    return Reply(DeadLetterListResponse(letters=[_letter(row) for row in found.dead_letters], cursor=found.cursor))
+    query: LetterPageQuery = call.query
+    found = await call.service.offices.letters.list(call.person, _filter(query), query.limit, query.cursor)
+    return Reply(Letters(letters=[_letter(row) for row in found.letters], cursor=found.cursor))
 
 
 @operation(
@@ -171,16 +172,12 @@ async def list_dead_letters(call: Call) -> Reply:
     f"{_PATH}/groups",
     "listLetterGroups",
     tag=_TAG,
-    query=DeadLetterQuery,
-    answers={200: ResponseSpec("Kinds of errors, the most frequent first.", DeadLetterGroupsResponse)},
+    query=LetterQuery,
+    answers={200: Answer("Kinds of errors, the most frequent first.", Groups)},
 )
 async def groups(call: Call) -> Reply:
     """Dead letters by the kind of error that they died of."""
-    return Reply(
-        DeadLetterGroupsResponse(
-            groups=list(await call.service.operations.dead_letters.groups(call.principal, _filter(call.query)))
-        )
-    )
+    return Reply(Groups(groups=list(await call.service.offices.letters.groups(call.person, _filter(call.query)))))
 
 
 @operation(
@@ -188,19 +185,19 @@ async def groups(call: Call) -> Reply:
     f"{_PATH}/replay",
     "replayLetters",
     tag=_TAG,
-    right=Permission.OPERATE,
-    body=BulkReplayRequest,
+    right=Right.OPERATE,
+    body=ReplayMany,
     body_example={"reason": "the mail server is back", "task": "send_mail", "dry_run": True},
-    answers={200: ResponseSpec("How many there are, or what became of each.", BulkResponse)},
+    answers={200: Answer("How many there are, or what became of each.", Outcome)},
     errors=(Conflict, IntakeRefused),
 )
 async def replay_many(call: Call) -> Reply:
     """Send every open letter of a filter back to work, as new jobs; by default only count them."""
-    wish: BulkReplayRequest = call.body
-    letters, wanted = call.service.operations.dead_letters, _filter(wish)
+    wish: ReplayMany = call.body
+    letters, wanted = call.service.offices.letters, _filter(wish)
     if not wish.dry_run:
         count = await letters.count(
-            call.principal, msgspec.structs.replace(wanted, statuses=frozenset({DeadLetterStatus.OPEN}))
+            call.person, msgspec.structs.replace(wanted, statuses=frozenset({LetterStatus.OPEN}))
         )
         if count > _AT_ONCE:
             raise Conflict(
@@ -213,9 +210,9 @@ async def replay_many(call: Call) -> Reply:
                 f"{_AT_MOST_S:g} s); narrow the filter, raise the rate, or use `holdfast dlq replay`"
             )
     report = await letters.replay_many(
-        call.principal, wanted, reason=wish.reason, rate_per_s=wish.rate_per_s, dry_run=wish.dry_run
+        call.person, wanted, reason=wish.reason, rate_per_s=wish.rate_per_s, dry_run=wish.dry_run
     )
-    return Reply(bulk_response(report))
+    return Reply(outcome(report))
 
 
 @operation(
@@ -223,12 +220,12 @@ async def replay_many(call: Call) -> Reply:
     _ONE,
     "getLetter",
     tag=_TAG,
-    answers={200: ResponseSpec("The letter with its full history.", DeadLetterDetailResponse)},
-    errors=(NotFound,),
+    answers={200: Answer("The letter with its full history.", LetterSheet)},
+    errors=(Unknown,),
 )
 async def show(call: Call) -> Reply:
     """One dead letter with everything that is known of it."""
-    return Reply(_sheet(await call.service.operations.dead_letters.show(call.principal, call.path["dlq_id"])))
+    return Reply(_sheet(await call.service.offices.letters.show(call.person, call.path["dlq_id"])))
 
 
 @operation(
@@ -236,20 +233,20 @@ async def show(call: Call) -> Reply:
     f"{_ONE}/diff",
     "diffLetter",
     tag=_TAG,
-    body=PayloadRequest,
+    body=Edited,
     body_example={"payload": {"to": "ada@example.org"}},
-    answers={200: ResponseSpec("What an edited payload would change.", PayloadDiffResponse)},
-    errors=(NotFound, PayloadRejected),
+    answers={200: Answer("What an edited payload would change.", Difference)},
+    errors=(Unknown, PayloadMisfit),
 )
 async def diff(call: Call) -> Reply:
     """What an edited payload changes."""
-    body: PayloadRequest = call.body
-    letters = call.service.operations.dead_letters
+    body: Edited = call.body
+    letters = call.service.offices.letters
     try:
-        changes = await letters.diff(call.principal, call.path["dlq_id"], raw_arguments(body.payload))
+        changes = await letters.diff(call.person, call.path["dlq_id"], arguments_of(body.payload))
     except InvalidPayload as exc:
-        raise PayloadRejected(str(exc)) from exc
-    return Reply(PayloadDiffResponse(changes=[change.document for change in changes]))
+        raise PayloadMisfit(str(exc)) from exc
+    return Reply(Difference(changes=[change.document for change in changes]))
 
 
 @operation(
@@ -257,24 +254,22 @@ async def diff(call: Call) -> Reply:
     f"{_ONE}/replay",
     "replayLetter",
     tag=_TAG,
-    right=Permission.OPERATE,
-    body=ReplayRequest,
+    right=Right.OPERATE,
+    body=ReplayWish,
     body_example={"reason": "the address was wrong", "payload": {"to": "ada@example.org"}},
-    answers={
-        200: ResponseSpec("The new job.", ReplayResult, links={"job": ("getJob", {"job_id": "$response.body#/job_id"})})
-    },
-    errors=(NotFound, Conflict, Denied, IntakeRefused, PayloadRejected),
+    answers={200: Answer("The new job.", Replayed, links={"job": ("getJob", {"job_id": "$response.body#/job_id"})})},
+    errors=(Unknown, Conflict, Denied, IntakeRefused, PayloadMisfit),
 )
 async def replay(call: Call) -> Reply:
     """Send a dead letter back to work as a new job, with its payload as it was or as edited."""
-    wish: ReplayRequest = call.body
-    payload = None if wish.payload is UNSET else raw_arguments(wish.payload)
+    wish: ReplayWish = call.body
+    payload = None if wish.payload is UNSET else arguments_of(wish.payload)
     try:
-        done = await call.service.operations.dead_letters.replay(
-            call.principal, call.path["dlq_id"], reason=wish.reason, payload=payload
+        done = await call.service.offices.letters.replay(
+            call.person, call.path["dlq_id"], reason=wish.reason, payload=payload
         )
     except InvalidPayload as exc:
-        raise PayloadRejected(str(exc)) from exc
+        raise PayloadMisfit(str(exc)) from exc
     except UsageError as exc:
         # A message that named no task, say.
         raise Conflict(str(exc)) from exc
@@ -287,52 +282,52 @@ def _deed(verb: str, operation_id: str, body: type[msgspec.Struct] | None) -> De
         f"{_ONE}/{verb}",
         operation_id,
         tag=_TAG,
-        right=Permission.OPERATE,
+        right=Right.OPERATE,
         query=NoQuery if body is None else None,
         body=body,
         body_example=None if body is None else {"reason": "it was a test"},
-        answers={200: ResponseSpec("The letter as it is now.", DeadLetterDetailResponse)},
-        errors=(NotFound, Conflict),
+        answers={200: Answer("The letter as it is now.", LetterSheet)},
+        errors=(Unknown, Conflict),
     )
 
 
-@_deed("discard", "discardLetter", ReasonRequest)
+@_deed("discard", "discardLetter", Wish)
 async def discard(call: Call) -> Reply | None:
     """Ask for a letter to be thrown away; somebody else has to confirm."""
-    await call.service.operations.dead_letters.discard(call.principal, call.path["dlq_id"], call.body.reason)
+    await call.service.offices.letters.discard(call.person, call.path["dlq_id"], call.body.reason)
     return await show(call)
 
 
 @_deed("confirm", "confirmDiscard", None)
 async def confirm(call: Call) -> Reply | None:
     """Throw a letter away, as another person has asked for."""
-    await call.service.operations.dead_letters.confirm(call.principal, call.path["dlq_id"])
+    await call.service.offices.letters.confirm(call.person, call.path["dlq_id"])
     return await show(call)
 
 
-@_deed("keep", "keepLetter", ReasonRequest)
+@_deed("keep", "keepLetter", Wish)
 async def keep(call: Call) -> Reply | None:
     """Keep a letter after all."""
-    await call.service.operations.dead_letters.keep(call.principal, call.path["dlq_id"], call.body.reason)
+    await call.service.offices.letters.keep(call.person, call.path["dlq_id"], call.body.reason)
     return await show(call)
 
 
-def _filter(asked: DeadLetterQuery | BulkReplayRequest) -> DeadLetterFilter:
+def _filter(asked: LetterQuery | ReplayMany) -> LetterFilter:
     tenants = None if asked.tenant_id is None else (asked.tenant_id,)
-    return DeadLetterFilter(
+    return LetterFilter(
         tenants=tenants,
-        statuses=frozenset(asked.status) if isinstance(asked, DeadLetterQuery) else frozenset(),
+        statuses=frozenset(asked.status) if isinstance(asked, LetterQuery) else frozenset(),
         job_type=asked.task,
         queues=frozenset(asked.queue),
         error_code=asked.error_code,
         fingerprint=asked.fingerprint,
         text=asked.error,
-        since=asked.since if isinstance(asked, DeadLetterQuery) else None,
-        until=asked.until if isinstance(asked, DeadLetterQuery) else None,
+        since=asked.since if isinstance(asked, LetterQuery) else None,
+        until=asked.until if isinstance(asked, LetterQuery) else None,
     )
 
 
-def _fields(row: DeadLetterRow) -> dict[str, Any]:
+def _fields(row: LetterRow) -> dict[str, Any]:
     return {
         "dlq_id": row.dlq_id,
         "job_id": row.job_id,
@@ -355,12 +350,10 @@ def _fields(row: DeadLetterRow) -> dict[str, Any]:
     }
 
 
-def _letter(row: DeadLetterRow) -> DeadLetterResponse:
-    return DeadLetterResponse(**_fields(row))
+def _letter(row: LetterRow) -> Letter:
+    return Letter(**_fields(row))
 
 
-def _sheet(row: DeadLetterDetail) -> DeadLetterDetailResponse:
+def _sheet(row: LetterDetail) -> LetterSheet:
     events = [event_of_row(event) for event in row.events]
-    return DeadLetterDetailResponse(
-        **_fields(row), stack=row.stack, history=plain(row.history.text.encode()), events=events
-    )
+    return LetterSheet(**_fields(row), stack=row.stack, history=plain(row.history.text.encode()), events=events)

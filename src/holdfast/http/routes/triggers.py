@@ -8,19 +8,20 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from holdfast.core.principal import Permission
-from holdfast.errors import NotFound
-from holdfast.http.operation import Call, Decorator, Reply, ResponseSpec, operation
-from holdfast.http.wire import Exactly, Limit, NoQuery, ReasonRequest, RequestBase, instant
-from holdfast.ledger.port.messages import Execution as Row
-from holdfast.ledger.port.messages import ExecutionStatus
-from holdfast.operations.messages import TriggerInfo, TriggerStatus
+from holdfast.core.person import Right
+from holdfast.errors import Unknown
+from holdfast.http.asgi import Reply
+from holdfast.http.operation import Answer, Call, Decorator, operation
+from holdfast.http.wire import Exactly, Limit, NoQuery, Request, Wish, instant
+from holdfast.ledger.trigger_book import Execution as Row
+from holdfast.ledger.trigger_book import Status
+from holdfast.people.triggering import TriggerStatus, TriggerView
 
 _TAG: Final = "triggers"
 _PATH: Final = "/api/v1/triggers"
 
 
-class TriggerProcessResponse(msgspec.Struct, frozen=True, kw_only=True):
+class TriggerProcess(msgspec.Struct, frozen=True, kw_only=True):
     """What one process says of a trigger."""
 
     process: str
@@ -29,7 +30,7 @@ class TriggerProcessResponse(msgspec.Struct, frozen=True, kw_only=True):
     health: dict[str, Any]
 
 
-class TriggerResponse(msgspec.Struct, frozen=True, kw_only=True):
+class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     """A trigger in all of its processes."""
 
     name: str
@@ -41,14 +42,14 @@ class TriggerResponse(msgspec.Struct, frozen=True, kw_only=True):
     paused_by: str | None
     paused_at: datetime | None
     pause_reason: str | None
-    processes: list[TriggerProcessResponse]
+    processes: list[TriggerProcess]
 
 
-class TriggerListResponse(msgspec.Struct, frozen=True, kw_only=True):
-    triggers: list[TriggerResponse]
+class TriggerList(msgspec.Struct, frozen=True, kw_only=True):
+    triggers: list[Trigger]
 
 
-class ExecutionResponse(msgspec.Struct, frozen=True, kw_only=True):
+class Execution(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one message."""
 
     tenant_id: str
@@ -56,7 +57,7 @@ class ExecutionResponse(msgspec.Struct, frozen=True, kw_only=True):
     message_id: str
     queue_name: str
     event_name: str
-    status: ExecutionStatus
+    status: Status
     started_at: datetime | None
     completed_at: datetime | None
     duration_ms: int
@@ -67,16 +68,16 @@ class ExecutionResponse(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str
 
 
-class ExecutionListResponse(msgspec.Struct, frozen=True, kw_only=True):
-    executions: list[ExecutionResponse]
+class ExecutionList(msgspec.Struct, frozen=True, kw_only=True):
+    executions: list[Execution]
 
 
-class ExecutionQuery(RequestBase, frozen=True, kw_only=True):
+class ExecutionQuery(Request, frozen=True, kw_only=True):
     """Which messages. Everything given must hold."""
 
     queue_name: Annotated[Exactly, Meta(description="Of this queue of the broker.")] = ""
     message_id: Annotated[Exactly, Meta(description="Of the message with this id.")] = ""
-    status: Annotated[tuple[ExecutionStatus, ...], Meta(description="Of these statuses; repeatable.")] = ()
+    status: Annotated[tuple[Status, ...], Meta(description="Of these statuses; repeatable.")] = ()
     limit: Limit = 100
 
 
@@ -87,15 +88,15 @@ class ExecutionQuery(RequestBase, frozen=True, kw_only=True):
     tag=_TAG,
     all_tenants=True,
     query=NoQuery,
-    answers={200: ResponseSpec("Triggers by name.", TriggerListResponse)},
+    answers={200: Answer("Triggers by name.", TriggerList)},
 )
 async def list_triggers(call: Call) -> Reply:
     """Triggers: their processes, their health, who has paused them.
 
     A process that has said nothing for ten seconds is not listed any more.
     """
-    views = await call.service.operations.triggers.list(call.principal)
-    return Reply(TriggerListResponse(triggers=[_trigger(view) for view in views]))
+    views = await call.service.offices.triggering.list(call.person)
+    return Reply(TriggerList(triggers=[_trigger(view) for view in views]))
 
 
 @operation(
@@ -104,19 +105,19 @@ async def list_triggers(call: Call) -> Reply:
     "listExecutions",
     tag=_TAG,
     query=ExecutionQuery,
-    answers={200: ResponseSpec("The newest first.", ExecutionListResponse)},
+    answers={200: Answer("The newest first.", ExecutionList)},
 )
 async def list_executions(call: Call) -> Reply:
     """What became of messages."""
     query: ExecutionQuery = call.query
-    rows = await call.service.operations.triggers.executions(
-        call.principal,
+    rows = await call.service.offices.triggering.executions(
+        call.person,
         queue_name=query.queue_name,
         message_id=query.message_id,
         statuses=query.status,
         limit=query.limit,
     )
-    return Reply(ExecutionListResponse(executions=[_execution(row) for row in rows]))
+    return Reply(ExecutionList(executions=[_execution(row) for row in rows]))
 
 
 def _lever(verb: str, operation_id: str) -> Decorator:
@@ -125,32 +126,32 @@ def _lever(verb: str, operation_id: str) -> Decorator:
         f"{_PATH}/{{name}}/{verb}",
         operation_id,
         tag=_TAG,
-        right=Permission.OPERATE,
+        right=Right.OPERATE,
         all_tenants=True,
-        body=ReasonRequest,
+        body=Wish,
         body_example={"reason": "the printer burns"},
-        answers={200: ResponseSpec("The trigger now.", TriggerResponse)},
-        errors=(NotFound,),
+        answers={200: Answer("The trigger now.", Trigger)},
+        errors=(Unknown,),
     )
 
 
 @_lever("pause", "pauseTrigger")
 async def pause(call: Call) -> Reply:
     """Pause a trigger: its processes take no messages within seconds; what is in hand is finished."""
-    triggering = call.service.operations.triggers
-    return Reply(_trigger(await triggering.pause(call.principal, call.path["name"], reason=call.body.reason)))
+    triggering = call.service.offices.triggering
+    return Reply(_trigger(await triggering.pause(call.person, call.path["name"], reason=call.body.reason)))
 
 
 @_lever("resume", "resumeTrigger")
 async def resume(call: Call) -> Reply:
     """Let a trigger take messages again."""
-    triggering = call.service.operations.triggers
-    return Reply(_trigger(await triggering.resume(call.principal, call.path["name"], reason=call.body.reason)))
+    triggering = call.service.offices.triggering
+    return Reply(_trigger(await triggering.resume(call.person, call.path["name"], reason=call.body.reason)))
 
 
-def _trigger(view: TriggerInfo) -> TriggerResponse:
+def _trigger(view: TriggerView) -> Trigger:
     pause = view.pause
-    return TriggerResponse(
+    return Trigger(
         name=view.name,
         queue_name=view.queue_name,
         adapter=view.adapter,
@@ -161,14 +162,14 @@ def _trigger(view: TriggerInfo) -> TriggerResponse:
         paused_at=None if pause is None else instant(pause.paused_at_ms),
         pause_reason=None if pause is None else pause.reason,
         processes=[
-            TriggerProcessResponse(process=each.process, seen_at=instant(each.seen_at_ms), health=dict(each.health))
+            TriggerProcess(process=each.process, seen_at=instant(each.seen_at_ms), health=dict(each.health))
             for each in view.processes
         ],
     )
 
 
-def _execution(row: Row) -> ExecutionResponse:
-    return ExecutionResponse(
+def _execution(row: Row) -> Execution:
+    return Execution(
         tenant_id=row.tenant_id,
         id=row.id,
         message_id=row.message_id,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from alembic import context
 
-from holdfast.schema.columns import TABLE, metadata
+from holdfast.ledger.schema import metadata
+from holdfast.ledger.version import TABLE
 
 context.configure(
     connection=context.config.attributes["connection"],

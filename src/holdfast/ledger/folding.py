@@ -1,0 +1,463 @@
+"""A batch of feed events, folded into what the ledger is to write: one row a job, however much happened to it. Pure.
+
+`assume` needs no look-up: a job that begins in the batch is taken for new, any other for being where its first event
+says it was, in the attempt in which it was. The store holds both against its rows and has everything taken back if one
+does not fit; then `fold` is given what the ledger knows and tells the truth event by event. What does not fit the
+ledger's story is an anomaly:
+
+- the ledger has the job's end: nothing follows an end, so the event is kept as an anomaly only;
+- the job is elsewhere, but open: the engine went on from an earlier point (a stale replica, a cut AOF). The story gets
+  a `ledger.forked` event to where the engine was, then the event. An earlier attempt in the same state is elsewhere;
+- the ledger has never heard of the job (its feed was cut before somebody read it): the same, after a creation of ours.
+
+What people did (`operator.…`) is no part of a job's story, and goes into the operators' log as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+from uuid import NAMESPACE_URL, uuid5
+
+import msgspec
+
+from holdfast.core.job import Attempt, Event, Failure, Meta, Priority
+from holdfast.core.states import (
+    EXPEDITED_EVENT,
+    FINAL,
+    FORKED_EVENT,
+    OPERATOR_PREFIX,
+    RESTORED_EVENT,
+    State,
+    event_for,
+)
+from holdfast.core.verdict import by_operator
+from holdfast.ledger.text import clean
+
+#: `last_error` is for looking at; the events and the dead letter have the whole.
+LAST_ERROR_LIMIT: Final = 2_000
+#: A lost lease ended this attempt.
+RECLAIMED: Final = "reclaimed"
+
+#: What a job is called whose creation nobody told us, and its payload, which is no submission's.
+UNKNOWN_TASK: Final = "unknown"
+UNKNOWN_PAYLOAD: Final = "null"
+
+#: Why an event is an anomaly.
+AFTER_THE_END: Final = "the job had ended in the ledger"
+CREATED_AGAIN: Final = "the ledger has this job already"
+FORKED: Final = "the engine went on from an earlier point than the ledger's"
+NEVER_HEARD: Final = "the ledger has no such job"
+
+#: Written as they are in the job's row, and told from there.
+_IN_THE_ROW: Final = frozenset({State.SUCCEEDED})
+_KEEP_ERRORS: Final = frozenset({State.DLQ_RECORDED, State.FAILED})
+
+_encoder: Final = msgspec.json.Encoder()
+
+#: Tenant and job id, within one queue.
+Name = tuple[str, str]
+
+
+class Misfit(Exception):
+    """The events of a batch do not follow one another, or do not follow on what the ledger has: look it up."""
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What the ledger has of a job."""
+
+    state: State
+    last_seq: int
+    attempt: int = 0
+    retry_count: int = 0
+
+
+class Anomaly(msgspec.Struct, frozen=True):
+    """An event that could not be written as it came."""
+
+    event: Event
+    reason: str
+
+
+class Draft(msgspec.Struct, eq=False, gc=False):
+    """A job as the batch leaves it."""
+
+    tenant_id: str
+    job_id: str
+    #: Where the ledger must have it; None: it is new, or only noted upon.
+    came_from: State | None
+    #: The latest attempt that the ledger may have of it, and the retries, at most one less; None: any.
+    attempt_was: int = 0
+    retries_were: int | None = 0
+    #: The number of its last event before the batch, where that is known.
+    seq: int = 0
+    creation: Event | None = None
+    #: Where it is now; None: nothing has moved it yet.
+    state: State | None = None
+    ended: bool = False
+    attempt: int = 0
+    retry_count: int = 0
+    worker: str | None = None
+    keeps_errors: bool = True
+    error_code: str | None = None
+    last_error: str | None = None
+    error_message: str | None = None
+    result: str | None = None
+    run_at_ms: int = 0
+    next_retry_at_ms: int = 0
+    #: When it was made due before its time; what the ledger has of that time is over then. 0: it was not.
+    expedited_at_ms: int = 0
+    dlq_id: str | None = None
+    letter: Event | None = None
+    #: It was told to wait for people in this batch.
+    held: bool = False
+    at_ms: int = 0
+    events: list[Event] = []
+
+    @property
+    def new(self) -> bool:
+        return self.creation is not None
+
+    @property
+    def finished_at_ms(self) -> int:
+        """0: not ended."""
+        return self.at_ms if self.ended else 0
+
+
+class Folded(msgspec.Struct, frozen=True):
+    """What is to be written. Events of a draft are numbered on from its `seq`."""
+
+    drafts: list[Draft]
+    anomalies: list[Anomaly]
+    #: What people did, to jobs and queues.
+    deeds: list[Event] = []
+
+
+# Two ways to fold ----------------------------------------------------------------------------------
+
+
+def assume(events: Iterable[Event]) -> Folded:
+    """Without a look at the ledger. Raises `Misfit` if the events contradict one another."""
+    drafts: dict[Name, Draft] = {}
+    deeds: list[Event] = []
+    for event in events:
+        if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
+            deeds.append(event)
+            continue
+        name = (event.tenant_id, event.job_id)
+        draft = drafts.get(name)
+        from_state = event.from_state
+        if draft is None:
+            if event.to_state is not None and from_state is None:
+                drafts[name] = draft = Draft(*name, None)
+                _create(draft, event)
+                continue
+            drafts[name] = draft = Draft(*name, None)
+        if event.to_state is not None:
+            if draft.state is None:
+                if from_state is None or from_state in FINAL:
+                    raise Misfit(event)
+                draft.came_from = from_state
+                # Both asked in place: this is where all of a busy queue's events pass.
+                draft.attempt_was = event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
+                draft.retries_were = None if from_state is State.SUSPENDED and _resumes(event) else event.retry_count
+            elif from_state is not draft.state or draft.ended:
+                raise Misfit(event)
+        _apply(draft, event)
+    return Folded(list(drafts.values()), [], deeds)
+
+
+def fold(events: Iterable[Event], known: Mapping[Name, Known]) -> Folded:
+    """On what the ledger knows of these jobs."""
+    drafts: dict[Name, Draft] = {}
+    anomalies: list[Anomaly] = []
+    deeds: list[Event] = []
+    for event in events:
+        if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
+            deeds.append(event)
+            continue
+        name = (event.tenant_id, event.job_id)
+        draft = drafts.get(name)
+        if draft is None and (row := known.get(name)) is not None:
+            draft = drafts[name] = Draft(*name, row.state, row.attempt, row.retry_count, row.last_seq)
+            draft.attempt, draft.retry_count = row.attempt, row.retry_count
+            draft.ended = row.state in FINAL
+        if draft is None:
+            if event.to_state is None or event.from_state in FINAL:
+                anomalies.append(Anomaly(event, NEVER_HEARD))
+                continue
+            draft = drafts[name] = Draft(*name, None)
+            if event.from_state is None:
+                _create(draft, event)
+            else:
+                _create(draft, _creation(event))
+                _apply(draft, _fork(State.QUEUED, event))
+                _apply(draft, event)
+                anomalies.append(Anomaly(event, NEVER_HEARD))
+        elif (reason := _continue(draft, event)) is not None:
+            anomalies.append(Anomaly(event, reason))
+    return Folded([draft for draft in drafts.values() if draft.events], anomalies, deeds)
+
+
+def _continue(draft: Draft, event: Event) -> str | None:
+    """The next event of a job that the ledger has; why it is an anomaly, if it is."""
+    state = draft.state or draft.came_from
+    if event.to_state is None or (event.from_state is state and not draft.ended and _follows(draft, event)):
+        _apply(draft, event)
+        return None
+    if event.from_state is None:
+        return CREATED_AGAIN
+    if draft.ended or event.from_state in FINAL or state is None:
+        return AFTER_THE_END
+    _apply(draft, _fork(state, event))
+    _apply(draft, event)
+    return FORKED
+
+
+def _follows(draft: Draft, event: Event) -> bool:
+    """Whether the event's counts go on from the job's, or from those of an earlier point in the same state.
+
+    An engine that forgets only ever goes back, so a later attempt than expected is none of its doing.
+    """
+    if _attempt_before(event) < draft.attempt:
+        return False
+    return _resumes(event) or 0 <= event.retry_count - draft.retry_count <= 1
+
+
+def _attempt_before(event: Event) -> int:
+    """A claim begins a new attempt; everything else happens to the last one."""
+    return event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
+
+
+def _resumes(event: Event) -> bool:
+    """Whether the retries are counted anew."""
+    return event.from_state is State.SUSPENDED and event.to_state is State.QUEUED
+
+
+def _creation(event: Event) -> Event:
+    """Of a job whose own creation was lost."""
+    return Event(
+        type=event_for(None, State.QUEUED),
+        job_id=event.job_id,
+        tenant_id=event.tenant_id,
+        at_ms=event.at_ms,
+        to_state=State.QUEUED,
+        message=NEVER_HEARD,
+    )
+
+
+def _fork(state: State, event: Event) -> Event:
+    return Event(
+        type=FORKED_EVENT,
+        job_id=event.job_id,
+        tenant_id=event.tenant_id,
+        at_ms=event.at_ms,
+        from_state=state,
+        to_state=event.from_state,
+        attempt=max(0, _attempt_before(event)),
+        retry_count=event.retry_count,
+        message=FORKED,
+    )
+
+
+# What an event does to a job -----------------------------------------------------------------------
+
+
+def _create(draft: Draft, event: Event) -> None:
+    draft.creation = event
+    draft.events.append(event)
+    draft.state = event.to_state
+    draft.at_ms = event.at_ms
+    draft.held = event.to_state is State.WAITING_APPROVAL
+    if event.data:
+        draft.run_at_ms = event.data.get("run_at_ms") or 0
+
+
+def _apply(draft: Draft, event: Event) -> None:
+    draft.events.append(event)
+    to_state = event.to_state
+    if to_state is None:
+        if event.type == EXPEDITED_EVENT and not draft.ended:
+            _expedite(draft, event.at_ms)
+        return
+    draft.state = to_state
+    draft.at_ms = event.at_ms
+    draft.attempt = event.attempt
+    draft.retry_count = event.retry_count
+    draft.next_retry_at_ms = 0
+    if to_state is State.RUNNING:
+        draft.worker = event.worker
+        return
+    draft.worker = None
+    if to_state is State.SUCCEEDED:
+        draft.ended = True
+        draft.keeps_errors = False
+        draft.error_code = draft.last_error = draft.error_message = None
+        draft.result = event.data.get("result") if event.data else None
+        return
+    if event.type != FORKED_EVENT:
+        _move(draft, event, to_state, event.data or {})
+
+
+def _expedite(draft: Draft, at_ms: int) -> None:
+    draft.expedited_at_ms = draft.at_ms = at_ms
+    draft.run_at_ms = min(draft.run_at_ms, at_ms)
+    draft.next_retry_at_ms = min(draft.next_retry_at_ms, at_ms)
+
+
+def _move(draft: Draft, event: Event, to_state: State, data: Mapping[str, Any]) -> None:
+    draft.ended = to_state in FINAL
+    due_ms = data.get("next_attempt_at_ms") or 0
+    draft.held = draft.held or to_state is State.WAITING_APPROVAL
+    if to_state is State.RETRYING:
+        draft.next_retry_at_ms = due_ms
+    elif to_state is State.QUEUED and due_ms:
+        draft.run_at_ms = due_ms
+    if data.get("started") is False:
+        # An attempt that never started is numbered again.
+        draft.attempt = max(0, event.attempt - 1)
+    if "dlq_id" in data:
+        draft.dlq_id = str(data["dlq_id"])
+    if event.type == RESTORED_EVENT:
+        if to_state in (State.DLQ_PENDING, State.DLQ_RECORDED):
+            # It has its item, but the engine has forgotten what it was told of it: tell it again.
+            draft.letter = event
+    elif to_state is State.DLQ_PENDING:
+        draft.letter = event
+        draft.dlq_id = draft.dlq_id or letter_id(event)
+    if to_state not in _KEEP_ERRORS and event.type != RESTORED_EVENT:
+        _set_errors(draft, failure_of(event))
+
+
+def _set_errors(draft: Draft, failure: Failure | None) -> None:
+    draft.keeps_errors = False
+    if failure is None:
+        draft.error_code = draft.last_error = draft.error_message = None
+        return
+    text = f"{failure.type}: {failure.message}" if failure.type else failure.message
+    draft.error_code = failure.code
+    draft.last_error = text[:LAST_ERROR_LIMIT]
+    draft.error_message = f"the job failed with {failure.code}"
+
+
+def failure_of(event: Event) -> Failure | None:
+    """Why it happened, where an event tells of a failure or of a person who ended the job."""
+    data = event.data or {}
+    if "code" in data:
+        said = (data["code"], data.get("message"), data.get("type"), data.get("stack"))
+        return Failure(*(str(word or "") for word in said))
+    if event.to_state is State.CANCELLED:
+        return by_operator(State.CANCELLED, str(data.get("actor") or "unknown"), str(data.get("reason") or ""))
+    return None
+
+
+def death_of(letter: Event, story: Iterable[Event]) -> Event:
+    """The event that a dead letter is about: its own, or, if the job was only put back, the one in its story."""
+    deaths = [event for event in story if event.to_state is State.DLQ_PENDING and event.type != RESTORED_EVENT]
+    return deaths[-1] if letter.type == RESTORED_EVENT and deaths else letter
+
+
+def letter_id(event: Event) -> str:
+    """The same one whenever this is folded: an item is written once."""
+    return uuid5(NAMESPACE_URL, f"{event.tenant_id}/{event.job_id}/{event.at_ms}").hex
+
+
+# Rows ----------------------------------------------------------------------------------------------
+
+
+def envelope_of(draft: Draft) -> tuple[str, int, str, str, str, str | None, str | None, str | None]:
+    """Type, priority, idempotency key, trace id, payload, context, meta, webhook of a new job."""
+    data = (draft.creation.data if draft.creation else None) or {}
+    context, meta = data.get("context"), data.get("meta") or None
+    return (
+        data.get("task", UNKNOWN_TASK),
+        data.get("priority", int(Priority.NORMAL)),
+        data.get("idempotency_key") or draft.job_id,
+        data.get("trace_id") or "",
+        data.get("payload", UNKNOWN_PAYLOAD),
+        None if context is None else to_json(context),
+        meta,
+        # Most have none, and need not be read.
+        _webhook_of(meta) if meta is not None and '"webhook"' in meta else None,
+    )
+
+
+def meta_of(text: Any) -> Meta:
+    """Of an envelope, as text or decoded. Raises `msgspec.MsgspecError`."""
+    if isinstance(text, str):
+        return msgspec.json.decode(text, type=Meta) if text else Meta()
+    return msgspec.convert(text, Meta) if text else Meta()
+
+
+def _webhook_of(meta: str) -> str | None:
+    try:
+        return meta_of(meta).webhook or None
+    except msgspec.MsgspecError:
+        return None
+
+
+def data_of(event: Event) -> str | None:
+    """What the event's own row says beside its columns; the envelope and the result are in the job's row."""
+    data = event.data
+    if not data or event.to_state in _IN_THE_ROW:
+        return None
+    if event.from_state is None and event.to_state is not None:
+        # The row says when the job is due next, which may have changed since.
+        return to_json({"run_at_ms": data["run_at_ms"]}) if data.get("run_at_ms") else None
+    if "history" in data:
+        # In full with the dead letter.
+        data = {key: value for key, value in data.items() if key != "history"}
+    return to_json(data)
+
+
+def attempts_of(events: Iterable[Event], told: Sequence[Any] = ()) -> str:
+    """Every attempt in a job's story, as JSON (requirement Y6); `told` is the engine's bounded history, for stories
+    that began before the ledger did."""
+    attempts: list[Any] = []
+    begun: Event | None = None
+    for event in events:
+        if event.to_state is None:
+            continue
+        if begun is not None and (event.data or {}).get("started") is not False:
+            attempts.append(_attempt(begun, event))
+        begun = event if event.to_state is State.RUNNING and event.type != FORKED_EVENT else None
+    return to_json(attempts if len(attempts) >= len(told) else list(told))
+
+
+def _attempt(begun: Event, end: Event) -> Attempt:
+    outcome = RECLAIMED if end.to_state is State.RUNNING else str(end.to_state)
+    return Attempt(begun.attempt, begun.worker, begun.at_ms, end.at_ms, outcome, failure_of(end))
+
+
+def to_json(value: Any) -> str:
+    try:
+        return _encoder.encode(value).decode()
+    except UnicodeEncodeError:
+        # A lone surrogate: plain JSON escapes it.
+        return json.dumps(msgspec.to_builtins(value))
+
+
+def cleaned(event: Event) -> Event:
+    """The event with no text in it that a store would refuse; the same one if there is none."""
+    data = event.data
+    if data:
+        data = {key: clean(value) if type(value) is str else value for key, value in data.items()}
+    fresh = (clean(event.tenant_id), clean(event.job_id), clean(event.worker), clean(event.message), data)
+    if fresh == (event.tenant_id, event.job_id, event.worker, event.message, event.data):
+        return event
+    tenant_id, job_id, worker, message, data = fresh
+    return msgspec.structs.replace(event, tenant_id=tenant_id, job_id=job_id, worker=worker, message=message, data=data)
+
+
+def halves(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """Two smaller batches that may be written one after the other: by jobs, and a single job's by time."""
+    names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
+    if len(names) > 1:
+        first = set(names[: len(names) // 2])
+        yield [event for event in events if (event.tenant_id, event.job_id) in first]
+        yield [event for event in events if (event.tenant_id, event.job_id) not in first]
+    else:
+        middle = len(events) // 2
+        yield list(events[:middle])
+        yield list(events[middle:])

@@ -1,0 +1,209 @@
+"""Rows of a folded batch, in the order of their columns; one set for every store.
+
+Stores differ in how they say an instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from holdfast.core.fingerprint import fingerprint
+from holdfast.core.job import Event, Failure, new_job_ids
+from holdfast.core.states import State
+from holdfast.ledger.folding import (
+    Anomaly,
+    Draft,
+    attempts_of,
+    data_of,
+    death_of,
+    envelope_of,
+    failure_of,
+    letter_id,
+    to_json,
+)
+from holdfast.ledger.text import clean
+
+#: Longer names do not fit an index; the event of an anomaly has them whole …
+_NAME_LIMIT: Final = 500
+#: … but is itself cut here.
+_EVENT_LIMIT: Final = 64 * 1024
+
+JOB_COLUMNS: Final = (
+    "tenant_id",
+    "job_id",
+    "queue",
+    "state",
+    "attempt",
+    "retry_count",
+    "last_seq",
+    "worker",
+    "error_code",
+    "last_error",
+    "error_message",
+    "result",
+    "run_at",
+    "next_retry_at",
+    "dlq_id",
+    "created_at",
+    "updated_at",
+    "finished_at",
+    "job_type",
+    "priority",
+    "idempotency_key",
+    "trace_id",
+    "payload",
+    "context",
+    "meta",
+    "webhook",
+)
+EVENT_COLUMNS: Final = (
+    "tenant_id",
+    "job_id",
+    "queue",
+    "seq",
+    "type",
+    "from_state",
+    "to_state",
+    "attempt",
+    "retry_count",
+    "worker",
+    "message",
+    "data",
+    "at",
+)
+ANOMALY_COLUMNS: Final = ("tenant_id", "id", "job_id", "queue", "reason", "event", "at")
+
+#: What an instant is in this store; of 0, None.
+AsInstant = Callable[[int], Any]
+Row = tuple[Any, ...]
+
+
+def job_row(draft: Draft, queue: str, instant: AsInstant) -> Row:
+    """Of a new job."""
+    at = instant(draft.at_ms)
+    return (
+        draft.tenant_id,
+        draft.job_id,
+        queue,
+        draft.state,
+        draft.attempt,
+        draft.retry_count,
+        len(draft.events),
+        draft.worker,
+        draft.error_code,
+        draft.last_error,
+        draft.error_message,
+        draft.result,
+        instant(draft.run_at_ms),
+        instant(draft.next_retry_at_ms),
+        draft.dlq_id,
+        instant(draft.events[0].at_ms),
+        at,
+        at if draft.ended else None,
+        *envelope_of(draft),
+    )
+
+
+def event_rows(drafts: Iterable[Draft], queue: str, instant: AsInstant) -> list[Row]:
+    """Of all their events, numbered on from each draft's `seq`."""
+    rows: list[Row] = []
+    for draft in drafts:
+        tenant_id, job_id = draft.tenant_id, draft.job_id
+        for seq, event in enumerate(draft.events, draft.seq + 1):
+            rows.append(
+                (
+                    tenant_id,
+                    job_id,
+                    queue,
+                    seq,
+                    event.type,
+                    event.from_state,
+                    event.to_state,
+                    event.attempt,
+                    event.retry_count,
+                    event.worker or None,
+                    event.message or None,
+                    data_of(event) if event.data else None,
+                    instant(event.at_ms),
+                )
+            )
+    return rows
+
+
+def alike(draft: Draft) -> Row:
+    """What many moves of known jobs have in common: tenant, events, from, attempt and retries then and now."""
+    return (
+        draft.tenant_id,
+        len(draft.events),
+        draft.came_from,
+        draft.attempt_was,
+        draft.retries_were,
+        draft.attempt,
+        draft.retry_count,
+    )
+
+
+def changes(draft: Draft, instant: AsInstant) -> Row:
+    """Everything else that a move of a known job may change, beside its time."""
+    return (
+        draft.state,
+        instant(draft.finished_at_ms),
+        draft.worker,
+        draft.result,
+        instant(draft.next_retry_at_ms),
+        instant(draft.run_at_ms),
+        draft.dlq_id,
+        draft.keeps_errors,
+        draft.error_code,
+        draft.last_error,
+        draft.error_message,
+    )
+
+
+def expedited_rows(drafts: Iterable[Draft], instant: AsInstant) -> list[Row]:
+    """Of known jobs that were made due: tenant, id, when."""
+    return [
+        (draft.tenant_id, draft.job_id, instant(draft.expedited_at_ms))
+        for draft in drafts
+        if draft.expedited_at_ms and draft.creation is None
+    ]
+
+
+def letter_row(draft: Draft, job_type: str, story: Iterable[Event], instant: AsInstant) -> Row:
+    """Of a dead letter, with every attempt that the ledger knows of (requirements D2, Y6): tenant, job id, dlq id,
+    error code, error, stack, retries, history, failed at, acknowledged at, fingerprint."""
+    assert draft.letter is not None
+    story = list(story)
+    letter = death_of(draft.letter, story)
+    failure = failure_of(letter) or Failure("UNKNOWN", letter.message)
+    told = (letter.data or {}).get("history") or ()
+    return (
+        draft.tenant_id,
+        draft.job_id,
+        draft.dlq_id or (letter.data or {}).get("dlq_id") or letter_id(letter),
+        failure.code,
+        failure.message,
+        failure.stack,
+        letter.retry_count,
+        attempts_of(story, told),
+        instant(letter.at_ms),
+        instant(draft.at_ms) if draft.state is State.FAILED else None,
+        fingerprint(job_type, failure),
+    )
+
+
+def anomaly_rows(anomalies: Sequence[Anomaly], queue: str, instant: AsInstant) -> list[Row]:
+    """Of events that could not be written as they came, cut to what any store takes."""
+    return [
+        (
+            clean(anomaly.event.tenant_id)[:_NAME_LIMIT],
+            unique,
+            clean(anomaly.event.job_id)[:_NAME_LIMIT],
+            queue,
+            clean(anomaly.reason)[:_NAME_LIMIT],
+            clean(to_json(anomaly.event))[:_EVENT_LIMIT],
+            instant(max(1, anomaly.event.at_ms)),
+        )
+        for anomaly, unique in zip(anomalies, new_job_ids(len(anomalies)), strict=True)
+    ]

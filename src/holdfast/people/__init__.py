@@ -1,0 +1,1 @@
+"""Who is who: people, their roles, tokens, and what they did."""
