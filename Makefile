@@ -49,13 +49,14 @@ test: $(STAMP) ## the whole test suite on real servers, with coverage (at least 
 test-pythons: $(STAMP) ## unit and SQLite contract tests from the wheel on Python 3.12 and 3.13, where these are here
 	@$(BIN)/python -m tools.pythons test
 
-check: $(STAMP) ## formatting, lint, types, import directions, what the base loads, spec coverage
+check: $(STAMP) ## formatting, lint, types, import directions, what the base loads, names, spec coverage
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin src
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.check_base_imports
+	$(BIN)/python -m tools.check_names
 	$(BIN)/python -m tools.gen_docs --check
 	$(BIN)/python -m tools.check_spec_coverage
 

@@ -13,7 +13,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from benchmarks.children import ProbeFailed
 from benchmarks.usage import process_cpu_s
-from holdfast.chaos.servers import ServerProcess
+from holdfast.verification.chaos.servers import ServerProcess
 from tests.brokers.kafka_server import KafkaServer
 from tests.brokers.rabbitmq_server import RabbitServer
 from tools.servers import KAFKA, RABBITMQ, Server, find

@@ -32,13 +32,13 @@ from benchmarks.audit import migrate
 from benchmarks.failover_jobs import RUNS_VARIABLE, runs
 from benchmarks.failover_load import Accepted, Load
 from holdfast import Holdfast
-from holdfast.chaos.servers import PostgresServer
-from holdfast.chaos.topologies import ClusterRedis, Topology, make_topology
-from holdfast.core.names import queue_prefix
 from holdfast.core.states import RESTORED_EVENT
+from holdfast.core.text import queue_prefix
 from holdfast.errors import LedgerUnavailable, Unavailable
-from holdfast.ledger.schema import job_events, jobs
-from holdfast.ledger.verify import Report, verify_ledger
+from holdfast.ledger.verify import LedgerReport, verify_ledger
+from holdfast.schema import job_events, jobs
+from holdfast.verification.chaos.servers import PostgresServer
+from holdfast.verification.chaos.topologies import ClusterRedis, Topology, make_topology
 from tools.servers import POSTGRES, find
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -112,12 +112,12 @@ class Deployment:
             return self.topology.owner(queue_prefix("", QUEUE, tagged=True) + "stream:feed")
         return self.topology.masters()[0]
 
-    async def settled(self) -> Report:
+    async def settled(self) -> LedgerReport:
         """The ledger's report once all that it knows has ended."""
         give_up_at = time.monotonic() + PATIENCE_S
         while True:
             try:
-                await self.app.ledger.caught_up(5)
+                await self.app.ledger.wait_caught_up(5)
                 report = await verify_ledger(self.app.ledger.queries)
                 if not report.open_jobs:
                     return report
@@ -155,7 +155,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return int(not report.ok or any(each.lost_durable for each in rounds))
 
 
-async def measure(options: Options) -> tuple[list[Round], Report]:
+async def measure(options: Options) -> tuple[list[Round], LedgerReport]:
     """All rounds on one deployment, and what the ledger says in the end."""
     async with _deployed(options) as deployment:
         rounds: list[Round] = []
@@ -296,7 +296,7 @@ _COLUMNS: Final = (
 )
 
 
-def _print(options: Options, rounds: Sequence[Round], report: Report) -> None:
+def _print(options: Options, rounds: Sequence[Round], report: LedgerReport) -> None:
     how = "hand-over" if options.hand_over else "kill -9"
     more = f", replica {options.behind_s:g} s behind" if options.behind_s else ""
     more += ", min-replicas-to-write 1" if options.min_replicas else ""

@@ -22,8 +22,8 @@ import asyncpg
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from holdfast.core.states import State
-from holdfast.ledger.listing import JobFilter
-from holdfast.ledger.queries import Queries
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.ledger.queries.jobs import Queries
 
 EVENTS: Final = 5_000_000
 EVENTS_PER_JOB: Final = 3

@@ -33,7 +33,7 @@ from benchmarks.model import percentile
 from benchmarks.sides.http import HttpConnection
 from benchmarks.sides.loaded import NUMBER_HEADER
 from benchmarks.usage import scheduled
-from holdfast.chaos.servers import PostgresServer, RedisServer
+from holdfast.verification.chaos.servers import PostgresServer, RedisServer
 from tools.servers import POSTGRES, REDIS, Server, find
 
 _MODULE: Final = "benchmarks.sides.loaded"

@@ -17,7 +17,7 @@ from benchmarks import machine
 from benchmarks.children import ProbeFailed
 from benchmarks.stores import Store
 from benchmarks.usage import tree_cpu_s
-from holdfast.chaos.servers import PostgresServer
+from holdfast.verification.chaos.servers import PostgresServer
 from tools.servers import POSTGRES, find
 
 #: For everybody alike. No checkpoint falls due by size while somebody is measured.

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import redis
 
-from holdfast.chaos.servers import RedisServer
+from holdfast.verification.chaos.servers import RedisServer
 from tools.servers import REDIS, find
 
 #: Redis keeps them out of the way of measurements; persistence as asked.

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import pytest
 
-from holdfast.chaos.servers import PostgresServer, RedisServer, in_own_loop
-from holdfast.chaos.topologies import ClusterRedis, SentinelRedis, Topology
 from holdfast.ledger.migrate import migration_store, up
+from holdfast.verification.chaos.servers import PostgresServer, RedisServer, in_own_loop
+from holdfast.verification.chaos.topologies import ClusterRedis, SentinelRedis, Topology
 from tests.brokers.kafka_server import kafka_server as kafka_server
 from tests.brokers.kafka_server import make_kafka as make_kafka
 from tests.brokers.rabbitmq_server import make_rabbitmq as make_rabbitmq
@@ -26,7 +26,7 @@ from tests.servers import find_server
 from tools.servers import POSTGRES, REDIS, REDIS_60, REDIS_62, Server
 
 pytest.register_assert_rewrite(
-    "holdfast.testing.contract", "holdfast.testing.history", "holdfast.testing.machine", "holdfast.testing.model"
+    "holdfast.testing.contract", "holdfast.core.history", "holdfast.testing.state_machine", "holdfast.testing.model"
 )
 
 #: A Redis that is there already, used instead of one of our own; tests that kill servers start theirs all the same.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import asyncpg
 
-from holdfast.chaos.servers import PostgresServer, in_own_loop
+from holdfast.verification.chaos.servers import PostgresServer, in_own_loop
 
 _TEMPLATE: Final = "holdfast_template"
 #: What the migrations have written.

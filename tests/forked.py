@@ -38,7 +38,7 @@ _LOADED: Final = (
     "uvloop",
     "holdfast.engine.redis.engine",
     "holdfast.engine.sqlite.engine",
-    "holdfast.ledger.embedded",
+    "holdfast.ledger.sqlite.ledger",
     "holdfast.ledger.postgres.ledger",
     "holdfast.ledger.sqlite.ledger",
     "holdfast.worker.worker",

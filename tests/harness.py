@@ -12,14 +12,15 @@ import msgspec
 import redis
 from redis.asyncio import Redis, RedisCluster
 
-from holdfast.engine.port import Engine, EngineOptions
+from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import EngineOptions
 from holdfast.engine.redis.engine import RedisEngine
-from holdfast.engine.redis.keys import Keys, Names
-from holdfast.engine.redis.url import Seeds, Sentinels, parse_url
-from holdfast.engine.redis.wire import decode_body, encode_body
+from holdfast.engine.redis.keys import KeyNames, QueueKeys
+from holdfast.engine.redis.net.connection import ClusterSeeds, SentinelAddresses, parse_url
+from holdfast.engine.redis.wire import decode_record, encode_record
 from holdfast.engine.sqlite.engine import SqliteEngine
-from holdfast.testing.clock import ManualClock
 from holdfast.testing.contract import EngineHarness
+from holdfast.testing.inline import ManualClock
 
 _PAGE: Final = 1_000
 
@@ -51,7 +52,7 @@ class RedisHarness(EngineHarness):
 
     def __init__(self, url: str, namespace: str) -> None:
         self.url = url
-        self.names = Names(namespace=namespace, cluster=isinstance(parse_url(url), Seeds))
+        self.names = KeyNames(namespace=namespace, cluster=isinstance(parse_url(url), ClusterSeeds))
         #: Typed loosely: the client's types leave open whether replies are bytes or text.
         self.redis: Any = plain_client(url)
         self._made: list[Engine] = []
@@ -62,8 +63,8 @@ class RedisHarness(EngineHarness):
         await engine.open()
         return engine
 
-    def keys(self, queue: str) -> Keys:
-        return Keys(queue, self.names)
+    def keys(self, queue: str) -> QueueKeys:
+        return QueueKeys(queue, self.names)
 
     async def configure(self, name: str, value: Any) -> None:
         """CONFIG SET, on every server."""
@@ -82,13 +83,13 @@ class RedisHarness(EngineHarness):
         for lane in (0, *map(int, (await self.redis.hget(keys.control, "lanes") or b"").split())):
             for stream in keys.lane(lane):
                 await self._age_leases(stream, ms)
-        for due_set in (keys.retry, keys.delayed, keys.waiting):
+        for due_set in (keys.retry, keys.delayed, keys.pending_retries):
             members = await self.redis.zrange(due_set, 0, -1)
             async with self.redis.pipeline() as pipe:
                 for member in members:
                     pipe.zincrby(due_set, -ms, member)
                 await pipe.execute()
-        for parked in (keys.held, keys.suspended):
+        for parked in (keys.waiting_approval, keys.suspended):
             for member in await self.redis.zrange(parked, 0, -1):
                 await self._age_record(keys.job(member.decode()), ms)
 
@@ -115,10 +116,10 @@ class RedisHarness(EngineHarness):
     async def _age_record(self, key: bytes, ms: int) -> None:
         """A parked job remembers the instant that its submitter asked for."""
         head, _, packed = (await self.redis.get(key)).partition(b"\n")
-        body = decode_body(packed)
+        body = decode_record(packed)
         if body.run_at != "0":
             earlier = msgspec.structs.replace(body, run_at=str(int(body.run_at) - ms))
-            await self.redis.set(key, head + b"\n" + encode_body(earlier))
+            await self.redis.set(key, head + b"\n" + encode_record(earlier))
 
     async def _age_expiries(self, ms: int) -> None:
         async for keys in self._own_keys():
@@ -143,9 +144,9 @@ class RedisHarness(EngineHarness):
 def plain_client(url: str) -> Any:
     """Another program's client of the same store: of one server, of a Cluster, or of what the sentinels name."""
     place = parse_url(url)
-    if isinstance(place, Seeds):
+    if isinstance(place, ClusterSeeds):
         return RedisCluster(host=place.addresses[0].host, port=place.addresses[0].port)
-    if isinstance(place, Sentinels):
+    if isinstance(place, SentinelAddresses):
         with redis.Redis(host=place.addresses[0].host, port=place.addresses[0].port) as sentinel:
             host, port = sentinel.sentinel_get_master_addr_by_name(place.service)
         return Redis(host=host, port=port, db=place.master.db)

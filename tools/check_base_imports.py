@@ -35,19 +35,18 @@ PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {**EXTRAS, TESTS: ("hypothesis"
 
 #: Modules, with all below them, that are loaded only with these extras. All others belong to the base.
 OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "holdfast.acceptance.ledger_side": ("postgres",),
-    "holdfast.acceptance.redis_side": ("redis",),
+    "holdfast.verification.acceptance.sandbox_postgres": ("postgres",),
+    "holdfast.verification.acceptance.sandbox_redis": ("redis",),
     "holdfast.brokers.kafka": ("kafka",),
     "holdfast.brokers.rabbitmq": ("rabbitmq",),
-    "holdfast.brokers.rabbitmq_link": ("rabbitmq",),
+    "holdfast.brokers.rabbitmq_connection": ("rabbitmq",),
     "holdfast.brokers.rabbitmq_messages": ("rabbitmq",),
-    "holdfast.brokers.redis_client": ("redis",),
-    "holdfast.brokers.redis_publisher": ("redis",),
+    "holdfast.brokers.redis_connection": ("redis",),
     "holdfast.brokers.redis_streams": ("redis",),
     "holdfast.brokers.sqs": ("sqs",),
-    "holdfast.brokers.sqs_client": ("sqs",),
+    "holdfast.brokers.sqs_connection": ("sqs",),
     "holdfast.brokers.sqs_publisher": ("sqs",),
-    "holdfast.chaos": ("http", "postgres", "redis"),
+    "holdfast.verification.chaos": ("http", "postgres", "redis"),
     "holdfast.engine.redis": ("redis",),
     "holdfast.http": ("http",),
     "holdfast.ledger.migrations": ("postgres",),
@@ -55,9 +54,9 @@ OWNERS: Final[Mapping[str, tuple[str, ...]]] = {
     "holdfast.ledger.revisions": ("postgres",),
     "holdfast.mongo": ("mongo",),
     "holdfast.testing.contract": (TESTS,),
-    "holdfast.testing.machine": (TESTS,),
-    "holdfast.testing.people_rules": (TESTS,),
-    "holdfast.webhooks.sending": ("http",),
+    "holdfast.testing.state_machine": (TESTS,),
+    "holdfast.testing.operator_rules": (TESTS,),
+    "holdfast.webhooks.sender": ("http",),
     "holdfast_pytest": (TESTS,),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer.main
 
-from holdfast.cli.exits import ExitCode
+from holdfast.cli.command import ExitCode
 from holdfast.cli.program import program
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from holdfast.core.states import FINAL, MOVES, State, event_for, mermaid
+from holdfast.core.states import FINAL, MOVES, State, event_for, mermaid_diagram
 from tools import cli_reference
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -23,7 +23,7 @@ _PART: Final = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", r
 
 def diagram() -> str:
     """The state diagram."""
-    return f"```mermaid\n{mermaid()}\n```\n"
+    return f"```mermaid\n{mermaid_diagram()}\n```\n"
 
 
 def moves() -> str:

@@ -15,7 +15,7 @@ from typing import Final, Self
 from benchmarks.children import ROOT, ProbeFailed
 from benchmarks.postgres import Postgres
 from benchmarks.stores import RedisStore
-from holdfast.chaos.servers import free_port
+from holdfast.verification.chaos.servers import free_port
 
 APP: Final = "benchmarks.endurance.jobs:app"
 WORKERS: Final = ("worker 1", "worker 2")

@@ -12,7 +12,7 @@ import redis
 
 from benchmarks.endurance.deployment import Deployment
 from benchmarks.endurance.verdict import COUNT, LAG, LENGTH, MEMORY, Limit
-from holdfast.engine.redis.keys import WAKE_GROUP, Keys, Names
+from holdfast.engine.redis.keys import WAKE_GROUP, KeyNames, QueueKeys
 
 #: The end of a series' name says what it is. None: reported, not judged.
 LIMITS: Final[Mapping[str, Limit | None]] = {
@@ -32,7 +32,7 @@ LIMITS: Final[Mapping[str, Limit | None]] = {
 
 #: As many lanes as the submitter's tenants take, and one more: there must be no other.
 _LANES: Final = 4
-_KEYS: Final = Keys("default", Names())
+_KEYS: Final = QueueKeys("default", KeyNames())
 _STREAMS: Final = {
     "results": _KEYS.result,
     "dead letters": _KEYS.dlq,
@@ -43,8 +43,8 @@ _STREAMS: Final = {
 _SETS: Final = {
     "retries": _KEYS.retry,
     "delayed": _KEYS.delayed,
-    "waiting retries": _KEYS.waiting,
-    "unrecorded dead letters": _KEYS.dead,
+    "waiting retries": _KEYS.pending_retries,
+    "unrecorded dead letters": _KEYS.dlq_pending,
     "workers": _KEYS.workers,
 }
 _CONNECTIONS: Final = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'"

@@ -11,10 +11,9 @@ from benchmarks.sides.channel import ARGUMENT, Answer, Spec, in_parallel, main, 
 from benchmarks.sides.ours import Producer, Tasks, Work
 from benchmarks.usage import cpu_s, resident_bytes
 from holdfast import Context
-from holdfast.cli.staying import leave_loaded_alone
-from holdfast.core.job import Claim
+from holdfast.cli.lifecycle import freeze_gc
+from holdfast.core.job import MAX_BATCH, Claim
 from holdfast.core.verdict import Settlement, Succeed
-from holdfast.engine.port import MAX_BATCH
 from holdfast.upkeep.upkeep import Upkeep
 
 #: As in `benchmarks.audit`, which a child has no need to load.
@@ -69,7 +68,7 @@ class Submitting(Producer):
                 claims = await self._claim(min(run, count - begun))
                 for first in range(0, len(claims), MAX_BATCH):
                     await self._settle(claims[first : first + MAX_BATCH])
-        await self._engine.leave("bench", [_QUEUE])
+        await self._engine.deregister_worker("bench", [_QUEUE])
         return {}
 
     async def _claim(self, count: int) -> list[Claim]:
@@ -134,13 +133,13 @@ async def keep(spec: Spec) -> None:
     tasks = AuditedTasks(spec)
     running: list[asyncio.Task[None]] = []
     async with tasks.app:
-        keeper = Upkeep(tasks.app.engine, [_QUEUE], tasks.app.settings, tasks.app.ledger_port)
+        keeper = Upkeep(tasks.app.engine, [_QUEUE], tasks.app.settings, tasks.app.ledger_backend)
         began_s = 0.0
 
         async def start(limit: int | None) -> Answer:
             nonlocal began_s
             # As `holdfast upkeep` does.
-            leave_loaded_alone()
+            freeze_gc()
             began_s = cpu_s()
             running.append(asyncio.create_task(keeper.run()))
             return {}

@@ -13,11 +13,11 @@ from benchmarks.model import percentile
 from benchmarks.sides.channel import ARGUMENT, Answer, Spec, in_parallel, main, serve
 from benchmarks.usage import resident_bytes
 from holdfast import Holdfast
-from holdfast.core.person import Person, Role
+from holdfast.core.principal import Principal, Role
 from holdfast.http import create_api
 from holdfast.http.server import HttpServer, bind
 
-_ROOT: Final = Person(name="bench", role=Role.ADMIN, tenants=frozenset({"*"}))
+_ROOT: Final = Principal(name="bench", role=Role.ADMIN, tenants=frozenset({"*"}))
 _LISTS: Final = ("?limit=50", "?state=cancelled", "?tenant_id=tenant-1", "?task=noop&state=succeeded", "?error=nothing")
 
 
@@ -32,7 +32,7 @@ async def server(spec: Spec) -> None:
     api = create_api(app, worker=False, upkeep=False)
     http = HttpServer(api, bind("127.0.0.1", 0))
     running = await start(http)
-    _, token = await api.state.service.offices.tokens.create(_ROOT, name="bench", role=Role.ADMIN, tenants=["*"])
+    _, token = await api.state.service.operations.tokens.create(_ROOT, name="bench", role=Role.ADMIN, tenants=["*"])
 
     async def where() -> Answer:
         return {"url": http.address, "flavour": token}

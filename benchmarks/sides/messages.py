@@ -14,10 +14,10 @@ from confluent_kafka import Consumer
 from benchmarks.sides.channel import ARGUMENT, Answer, Spec, main, serve, watched
 from benchmarks.sides.feeding import KEYS
 from holdfast import Holdfast
-from holdfast.outbox.writing import Event
-from holdfast.triggers.building import build
+from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.triggers.config import TriggerEntry
-from holdfast.upkeep.relaying import Relaying
+from holdfast.triggers.service import build_trigger
+from holdfast.upkeep.relay_service import RelayService
 
 #: Events of one transaction while the outbox is filled; and while delay is measured, and connections that write then.
 _PART: Final = 2_000
@@ -42,7 +42,7 @@ async def trigger(spec: Spec) -> None:
         return 1
 
     async def run(messages: int, entry: dict[str, Any]) -> Answer:
-        built = build(app, TriggerEntry.model_validate(entry))
+        built = build_trigger(app, TriggerEntry.model_validate(entry))
         counts = built.trigger.counts
         async with built.trigger:
             answer = await watched(lambda: sum(counts.consumed.values()), messages)
@@ -56,9 +56,9 @@ async def relay(spec: Spec) -> None:
     """As `holdfast outbox relay` runs it."""
     app = Holdfast(spec.url, **spec.settings)
     async with app:
-        outbox = app.outbox_port
+        outbox = app.outbox_backend
         assert outbox is not None
-        relaying = Relaying(app, outbox)
+        relaying = RelayService(app, outbox)
         running: list[asyncio.Task[None]] = []
 
         async def start() -> Answer:
@@ -131,8 +131,8 @@ def _delays(address: str, topic: str, events: int) -> list[float]:
     return sorted(late.values())
 
 
-def _event(topic: str, number: int) -> Event:
-    return Event(topic=topic, key=f"key-{number % KEYS}", payload=ARGUMENT)
+def _event(topic: str, number: int) -> NewOutboxEvent:
+    return NewOutboxEvent(topic=topic, key=f"key-{number % KEYS}", payload=ARGUMENT)
 
 
 def _sent(app: Holdfast) -> int:

@@ -12,7 +12,7 @@ from benchmarks.sides.channel import ARGUMENT, Answer, Spec, at_low_load, in_par
 from benchmarks.sides.diary import AT_ONCE, SLOW_S, Diary
 from benchmarks.usage import resident_bytes
 from holdfast import Holdfast, Task, Worker
-from holdfast.cli.staying import leave_loaded_alone
+from holdfast.cli.lifecycle import freeze_gc
 
 _LOOK_S: Final = 0.002
 
@@ -94,7 +94,7 @@ class Work:
     async def start(self, limit: int | None) -> Answer:
         """Begin to work; with a limit, take only so many jobs."""
         # As `holdfast worker` does.
-        leave_loaded_alone()
+        freeze_gc()
         self._worker = Worker(self._tasks.app, upkeep=self._upkeep, max_jobs=limit)
         self._running = asyncio.create_task(self._worker.run())
         return {}
@@ -105,7 +105,7 @@ class Work:
 
     async def report(self) -> Answer:
         """What was used, once every verdict has been answered."""
-        while self._worker is not None and self._worker.in_hand:  # noqa: ASYNC110 - it has no event for this
+        while self._worker is not None and self._worker.in_flight:  # noqa: ASYNC110 - it has no event for this
             await asyncio.sleep(_LOOK_S)
         return {"cpu_s": self._gauge.cpu_s, "rss": resident_bytes()}
 

@@ -15,7 +15,7 @@ from benchmarks.audit import Audit
 from benchmarks.model import Measure
 from benchmarks.stages.projector import fill_feed, project
 from benchmarks.stages.stage import Hall, Probe, Stage
-from holdfast.engine.port import MAX_BATCH
+from holdfast.core.job import MAX_BATCH
 
 EMPTY: Final = "empty ledger"
 #: Else the reconciler would find that the engine has lost them, and put them back.

@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
 from holdfast import State
-from holdfast.core.job import JobView
+from holdfast.core.job import JobInfo
 from holdfast.errors import UnknownJob
-from holdfast.ledger.listing import JobFilter
-from holdfast.ledger.records import JobRow
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.ledger.queries.records import JobRow
 from knowledge_ingest.settings import QUEUE
 from knowledge_ingest.tasks import app
 
@@ -58,7 +58,7 @@ class TaskStatus(Model):
 async def of_job(task_id: str, job_id: str) -> TaskStatus | None:
     """The engine knows a job until an hour after its end; the ledger for a month, but is a moment behind."""
     try:
-        return _live(task_id, await app.job(job_id, QUEUE).view())
+        return _live(task_id, await app.job(job_id, QUEUE).info())
     except UnknownJob:
         pass
     try:
@@ -78,7 +78,7 @@ def announced(event_id: str, event: dict[str, Any]) -> TaskStatus:
     return TaskStatus(task_id=event_id, status="QUEUED", outbox=OutboxStatus(**event))
 
 
-def _live(task_id: str, job: JobView) -> TaskStatus:
+def _live(task_id: str, job: JobInfo) -> TaskStatus:
     due = datetime.fromtimestamp(job.next_attempt_at_ms / 1000, UTC) if job.state is State.RETRYING else None
     return _told(task_id, job.state, job.meta.retry_count, due, job.failure.message if job.failure else None)
 

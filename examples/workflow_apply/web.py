@@ -74,7 +74,7 @@ async def status(job_id: str) -> Status:
 
 async def _status(job: Job[Any]) -> Status:
     try:
-        view = await job.view()
+        view = await job.info()
     except UnknownJob:
         raise HTTPException(404, "no such workflow") from None
     output = None if view.result is None else json.loads(view.result)["output"]

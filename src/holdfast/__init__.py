@@ -9,27 +9,25 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from holdfast import errors
 from holdfast._platform import unsupported as _unsupported
 from holdfast._version import __version__
 from holdfast.errors import Fatal, Unavailable
 
 if _TYPE_CHECKING:
     from holdfast.app import Holdfast
-    from holdfast.core.job import Consent, Priority
+    from holdfast.client.job import Job
+    from holdfast.client.task import Task
+    from holdfast.core.job import Approval, Priority
     from holdfast.core.retry import Retry
     from holdfast.core.states import State
-    from holdfast.guard.decision import Allow, AskPeople, Deny, GuardRequest
-    from holdfast.handle import Job
+    from holdfast.execution.context import Context
+    from holdfast.guard.decisions import Allow, Deny, GuardRequest, RequireApproval
     from holdfast.settings import Settings
-    from holdfast.task import Task
-    from holdfast.worker.context import Context
     from holdfast.worker.worker import Worker
 
 __all__ = [
     "Allow",
-    "AskPeople",
-    "Consent",
+    "Approval",
     "Context",
     "Deny",
     "Fatal",
@@ -37,6 +35,7 @@ __all__ = [
     "Holdfast",
     "Job",
     "Priority",
+    "RequireApproval",
     "Retry",
     "Settings",
     "State",
@@ -49,19 +48,19 @@ __all__ = [
 
 #: Where the others are. Loaded when they are first used, so that the program can say its version at once.
 _HOMES = {
-    "Allow": "holdfast.guard.decision",
-    "AskPeople": "holdfast.guard.decision",
-    "Consent": "holdfast.core.job",
-    "Context": "holdfast.worker.context",
-    "Deny": "holdfast.guard.decision",
-    "GuardRequest": "holdfast.guard.decision",
+    "Allow": "holdfast.guard.decisions",
+    "RequireApproval": "holdfast.guard.decisions",
+    "Approval": "holdfast.core.job",
+    "Context": "holdfast.execution.context",
+    "Deny": "holdfast.guard.decisions",
+    "GuardRequest": "holdfast.guard.decisions",
     "Holdfast": "holdfast.app",
-    "Job": "holdfast.handle",
+    "Job": "holdfast.client.job",
     "Priority": "holdfast.core.job",
     "Retry": "holdfast.core.retry",
     "Settings": "holdfast.settings",
     "State": "holdfast.core.states",
-    "Task": "holdfast.task",
+    "Task": "holdfast.client.task",
     "Worker": "holdfast.worker.worker",
 }
 

@@ -8,51 +8,38 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Literal,
-    ParamSpec,
-    Protocol,
-    Self,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack, overload
 
+from holdfast.client.configuration import Configurable
+from holdfast.client.connections import LedgerClient, LoopConnections
+from holdfast.client.job import Job
+from holdfast.client.options import SubmitOptions, make_options, parse_priority
+from holdfast.client.submitter import BatchingSubmitter, Submitter, TracedSubmitter
+from holdfast.client.task import Task
 from holdfast.clock import Clock, SystemClock
-from holdfast.configuring import Configurable
 from holdfast.core.codec import decode_json
 from holdfast.core.job import DEFAULT_QUEUE, Envelope, Priority, Receipt, new_job_ids
 from holdfast.core.retry import Duration, Retry, duration_ms
+from holdfast.core.text import check_name
 from holdfast.core.verdict import OnExhausted
 from holdfast.engine.port import Engine
 from holdfast.errors import DuplicateTask, InvalidOption, InvalidPayload, NoLedger, PayloadTooLarge, UnknownTask
-from holdfast.guard.gate import Gate
-from holdfast.guard.guards import Guards
-from holdfast.handle import Job
-from holdfast.ledger.outbox_store import OutboxEvent
-from holdfast.ledger_door import LedgerDoor
-from holdfast.links import Links
-from holdfast.observe.redact import redact_also
+from holdfast.execution.context import Context
+from holdfast.execution.spec import TaskPolicy, TaskSpec
+from holdfast.guard.registry import GuardRegistry
+from holdfast.guard.runner import GuardRunner
+from holdfast.ledger.port.messages import OutboxEvent
+from holdfast.observe.redact import add_redaction_rules
 from holdfast.observe.tracing import tracer_for
-from holdfast.options import SubmitOptions, check_name, make_options, parse_priority
-from holdfast.outbox.drivers import write, write_sync
-from holdfast.outbox.enqueue import row_of
-from holdfast.outbox.writing import Outbox
+from holdfast.outbox.drivers import insert_events, insert_events_sync
+from holdfast.outbox.writer import Outbox, job_event_row
 from holdfast.settings import Settings
-from holdfast.submitter import Desk, Submitter
-from holdfast.task import Task
-from holdfast.traced_desk import TracedDesk
-from holdfast.webhooks.postmark import Postmark
-from holdfast.worker.context import Context
-from holdfast.worker.plan import Plan, Policy
+from holdfast.webhooks.deliveries import WebhookPolicy
 
 if TYPE_CHECKING:
-    # SQLAlchemy, which many programs never need.
-    from holdfast.ledger.factory import OutboxDoor
-    from holdfast.ledger.port import Ledger
+    from holdfast.factory import OutboxHandle
+    from holdfast.ledger.port.ledger import Ledger
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +47,7 @@ R = TypeVar("R")
 ExceptionTypes = type[BaseException] | tuple[type[BaseException], ...]
 
 
-class Register(Protocol):
+class TaskDecorator(Protocol):
     """What `@app.task(…)` with arguments gives: a decorator. A first parameter of type `Context` is not submitted."""
 
     @overload
@@ -103,12 +90,12 @@ class Holdfast(Configurable):
         #: Tasks whose policy for retries is the settings'.
         self._by_settings: set[str] = set()
         self._tasks: dict[str, Task[..., Any]] = {}
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, TaskSpec] = {}
         #: Sees every job before it may run: `@app.guard`, `app.guard.rule(…)`.
-        self.guard = Guards(lambda: self.settings.guard_timeout_s)
+        self.guard = GuardRegistry(lambda: self.settings.guard_timeout_s)
         self._outbox: Outbox | None = None
         super().__init__(given, settings, clock or SystemClock())
-        self._ledger_door = LedgerDoor(lambda: self.engine, lambda: self._links.ledger())
+        self._ledger_door = LedgerClient(lambda: self.engine, lambda: self._connections.ledger())
 
     @property
     def tasks(self) -> Mapping[str, Task[..., Any]]:
@@ -116,7 +103,7 @@ class Holdfast(Configurable):
         return MappingProxyType(self._tasks)
 
     @property
-    def plans(self) -> Mapping[str, Plan]:
+    def specs(self) -> Mapping[str, TaskSpec]:
         """How to run them, for workers."""
         return self._plans
 
@@ -125,10 +112,10 @@ class Holdfast(Configurable):
     @property
     def engine(self) -> Engine:
         """The engine of the running event loop; opened by `open()` or the first submission."""
-        return self._links.engine()
+        return self._connections.engine()
 
     @property
-    def ledger(self) -> LedgerDoor:
+    def ledger(self) -> LedgerClient:
         """What remembers: `await app.ledger.caught_up()`, `await app.ledger.queries.jobs(…)`."""
         return self._ledger_door
 
@@ -140,35 +127,35 @@ class Holdfast(Configurable):
         return self._outbox
 
     @property
-    def outbox_port(self) -> OutboxDoor | None:
+    def outbox_backend(self) -> OutboxHandle | None:
         """The relay's end of the outbox, for relays and tools; None if there is neither a ledger nor `outbox_url`."""
-        return self._links.outbox()
+        return self._connections.outbox()
 
     @property
-    def ledger_port(self) -> Ledger | None:
+    def ledger_backend(self) -> Ledger | None:
         """The ledger of the running event loop, for workers and tools; None if there is none."""
-        return self._links.ledger()
+        return self._connections.ledger()
 
     async def open(self) -> None:
         """Connect. Not needed before submitting, but tells at once whether the store is there.
 
         A ledger that does not answer is only warned of; one with tables of another release is a `SchemaMismatch`.
         """
-        await self._links.open()
+        await self._connections.open()
 
     def require_ledger(self) -> None:
         """Raise `LedgerRefused` if the ledger refused user, password or database when this app was opened.
 
         For programs that should not start then; one that did not answer is none of these.
         """
-        if (refusal := self._links.ledger_refusal()) is not None:
+        if (refusal := self._connections.ledger_refusal()) is not None:
             raise refusal
 
     async def close(self) -> None:
         """Give connections of this event loop, and of the blocking door, back. The app can be used again."""
-        if self.door.opened:
-            await asyncio.to_thread(self.door.close, self._links.close)
-        await self._links.close()
+        if self._portal.is_open:
+            await asyncio.to_thread(self._portal.close, self._connections.close)
+        await self._connections.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -202,7 +189,7 @@ class Holdfast(Configurable):
         unavailable_on: ExceptionTypes = (),
         process: bool = False,
         priority: Priority | str = Priority.NORMAL,
-    ) -> Register: ...
+    ) -> TaskDecorator: ...
 
     def task(
         self,
@@ -228,7 +215,7 @@ class Holdfast(Configurable):
         a job goes that failed for good. `process=True` runs it in a child process, which can be killed.
         """
         chosen = self._retry if retry is None else _checked_retry(retry)
-        policy = Policy(
+        policy = TaskPolicy(
             retry=chosen or self.settings.retry,
             timeout_ms=_timeout_ms(timeout),
             on_exhausted=_on_exhausted(on_exhausted),
@@ -261,10 +248,10 @@ class Holdfast(Configurable):
         """
         envelope = self.envelope(task, payload, **options)
         if (connection := options.get("connection")) is not None:
-            (enlisted,) = await self.enlist(connection, [envelope])
+            (enlisted,) = await self.enqueue_in_transaction(connection, [envelope])
             tenant = envelope.tenant_id
             return Job(self, enlisted.job_id, envelope.queue, enlisted.duplicate, outbox_of=tenant)
-        receipt = await (await self.desk()).submit(envelope)
+        receipt = await (await self.submitter()).submit(envelope)
         return Job(self, receipt.job_id, envelope.queue, receipt.duplicate)
 
     def envelope(self, task: str, payload: bytes, **options: Unpack[SubmitOptions]) -> Envelope:
@@ -288,41 +275,43 @@ class Holdfast(Configurable):
         chosen = make_options(options, queue=queue, priority=priority, payload_limit=limit)
         return chosen.envelope(new_job_ids(1)[0], task, payload)
 
-    async def desk(self) -> Desk:
+    async def submitter(self) -> Submitter:
         """Where jobs are handed in, on this event loop."""
-        return self.inline_desk or await self._links.desk()
+        return self._inline_submitter or await self._connections.submitter()
 
     # In a transaction of the user's --------------------------------------------------------------------
 
-    async def enlist(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    async def enqueue_in_transaction(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
         """Make jobs part of the transaction that is open on this connection; a relay hands them in after the commit.
 
         Inline mode runs them at once.
         """
-        if self.inline_desk is not None:
-            return await self.inline_desk.submit_many(envelopes)
+        if self._inline_submitter is not None:
+            return await self._inline_submitter.submit_many(envelopes)
         if not envelopes:
             return []
         with self._traced(envelopes) as traced:
-            admitted = await self._links.admit(traced)
-            await write(connection, [row_of(envelope) for envelope in admitted])
+            admitted = await self._connections.prepare(traced)
+            await insert_events(connection, [job_event_row(envelope) for envelope in admitted])
         return [Receipt(envelope.job_id) for envelope in admitted]
 
-    def enlist_sync(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
+    def enqueue_in_transaction_sync(self, connection: Any, envelopes: Sequence[Envelope]) -> list[Receipt]:
         """`enlist` on a connection that blocks, which stays in this thread; guards are asked behind the door."""
-        desk = self.inline_desk
+        desk = self._inline_submitter
         if desk is not None:
-            return self.door.call("submit_sync", lambda: desk.submit_many(envelopes), "await task.submit(…)")
+            return self._portal.call("submit_sync", lambda: desk.submit_many(envelopes), "await task.submit(…)")
         with self._traced(envelopes) as traced:
-            admitted = self.door.call("submit_sync", lambda: self._links.admit(traced), "await task.submit(…)")
-            write_sync(connection, [row_of(envelope) for envelope in admitted])
+            admitted = self._portal.call(
+                "submit_sync", lambda: self._connections.prepare(traced), "await task.submit(…)"
+            )
+            insert_events_sync(connection, [job_event_row(envelope) for envelope in admitted])
         return [Receipt(envelope.job_id) for envelope in admitted]
 
-    async def enlisted(self, tenant_id: str, job_id: str) -> OutboxEvent | None:
+    async def transactional_event(self, tenant_id: str, job_id: str) -> OutboxEvent | None:
         """The event of a job that was enlisted, as far as this app can see it. Inline mode has none."""
-        if self.inline_desk is not None:
+        if self._inline_submitter is not None:
             return None
-        outbox = self._links.outbox()
+        outbox = self._connections.outbox()
         if outbox is None:
             raise NoLedger("to know what became of a job that was submitted in a transaction")
         return await (await outbox.open()).get(tenant_id, job_id)
@@ -333,57 +322,57 @@ class Holdfast(Configurable):
         if tracer is None:
             yield envelopes
         else:
-            with tracer.submitting(envelopes) as (traced, _):
+            with tracer.submit_span(envelopes) as (traced, _):
                 yield traced
 
     def _settings_changed(self) -> None:
         self._outbox = None
-        redact_also(self.settings.redact)
+        add_redaction_rules(self.settings.redact)
         for plan in self._plans.values():
             plan.payload_limit = self.settings.payload_limit
         for name in self._by_settings:
             plan = self._plans[name]
             plan.policy = replace(plan.policy, retry=self.settings.retry)
 
-    def _make_links(self, settings: Settings) -> Links:
-        return Links(
+    def _make_connections(self, settings: Settings) -> LoopConnections:
+        return LoopConnections(
             self._build_engine,
             self._build_ledger,
             settings.durable_timeout_s,
-            self.gate,
-            lambda ledger: Postmark(self.settings, ledger),
-            self._front,
+            self.guard_runner,
+            lambda ledger: WebhookPolicy(self.settings, ledger),
+            self._wrap_submitter,
             self._build_outbox,
             temporary=settings.isolated,
         )
 
-    def _front(self, submitter: Submitter) -> Desk:
+    def _wrap_submitter(self, submitter: BatchingSubmitter) -> Submitter:
         """Submissions are traced if that is wanted; if not, there is nothing between."""
         tracer = tracer_for(self.settings.tracing)
-        return submitter if tracer is None else TracedDesk(submitter, tracer)
+        return submitter if tracer is None else TracedSubmitter(submitter, tracer)
 
-    def gate(self, ledger: Ledger | None, *, can_ask: bool | None = None) -> Gate:
+    def guard_runner(self, ledger: Ledger | None, *, can_ask: bool | None = None) -> GuardRunner:
         """The guards, for a desk or a worker."""
-        return Gate(self.guard, self._plans, self._clock, ledger, can_ask=can_ask)
+        return GuardRunner(self.guard, self._plans, self._clock, ledger, can_ask=can_ask)
 
     def _build_ledger(self, engine: Engine) -> Ledger | None:
-        from holdfast.ledger.factory import build_ledger
+        from holdfast.factory import build_ledger
 
         return build_ledger(self.settings, engine, self._clock)
 
-    def _build_outbox(self, ledger: Ledger | None) -> OutboxDoor | None:
-        from holdfast.ledger.factory import build_outbox
+    def _build_outbox(self, ledger: Ledger | None) -> OutboxHandle | None:
+        from holdfast.factory import build_outbox
 
         return build_outbox(self.settings, ledger, self._clock)
 
     def _build_engine(self) -> Engine:
         # Here, so that an app on SQLite does not load the Redis client.
-        from holdfast.engine.factory import build_engine
+        from holdfast.factory import build_engine
 
         return build_engine(self.settings, self._clock)
 
     def _register(
-        self, function: Callable[..., Any], name: str | None, queue: str, policy: Policy, priority: Priority
+        self, function: Callable[..., Any], name: str | None, queue: str, policy: TaskPolicy, priority: Priority
     ) -> Task[..., Any]:
         if not inspect.isroutine(function):
             raise InvalidOption(f"@app.task decorates a function, not {function!r}")
@@ -393,7 +382,7 @@ class Holdfast(Configurable):
         if name in self._tasks:
             raise DuplicateTask(name)
         limit = self.settings.payload_limit
-        plan = Plan(name, function, policy, limit)
+        plan = TaskSpec(name, function, policy, limit)
         task: Task[..., Any] = Task(self, plan, queue, priority)
         self._tasks[name] = task
         self._plans[name] = plan

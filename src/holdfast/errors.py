@@ -214,7 +214,7 @@ class Forbidden(HoldfastError):
     code = "FORBIDDEN"
 
 
-class Unknown(HoldfastError):
+class NotFound(HoldfastError):
     """Nothing of that id, or nothing that this caller may know of."""
 
     code = "NOT_FOUND"
@@ -291,10 +291,10 @@ class SchemaMismatch(HoldfastError):
         self.wanted = wanted
 
 
-class RunOver(HoldfastError):
+class RunEnded(HoldfastError):
     """This run has timed out, was cancelled or has lost its lease: it may begin no effect and no step any more."""
 
-    code = "RUN_OVER"
+    code = "RUN_ENDED"
 
     def __init__(self, job_id: str, what: str) -> None:
         super().__init__(
@@ -383,7 +383,7 @@ class IntakeRefused(HoldfastError):
     def __init__(self, queue: str, why: str) -> None:
         super().__init__(f"queue {queue!r} takes no new jobs: {why}")
         self.queue = queue
-        self.why = why
+        self.reason = why
 
 
 class IntakeLimited(IntakeRefused):
@@ -398,11 +398,11 @@ class FeedFull(IntakeRefused):
     code = "FEED_FULL"
 
 
-class FeedUnread(IntakeRefused):
+class FeedDetached(IntakeRefused):
     """The queue has a ledger, but its feed has no reader yet: the store is new, was wiped or restarted, or a replica
     took over. The submitter sees to it."""
 
-    code = "FEED_UNREAD"
+    code = "FEED_DETACHED"
 
 
 class Unavailable(HoldfastError):

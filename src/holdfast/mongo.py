@@ -25,8 +25,8 @@ if (_unsupported := unsupported()) is not None:
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.core.job import DEFAULT_TENANT
 from holdfast.errors import Unavailable, UsageError
+from holdfast.execution.context import Context
 from holdfast.extras import missing
-from holdfast.worker.context import Context
 
 if (_error := missing("holdfast.mongo", "pymongo.asynchronous")) is not None:
     raise _error

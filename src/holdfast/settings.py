@@ -26,14 +26,15 @@ from pydantic_settings import (
 
 from holdfast.core.retry import Retry
 from holdfast.core.states import ALL_EVENTS
-from holdfast.core.webhook import SUBSCRIBERS, Exceptions, check_target, parse_secrets
-from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.core.webhook_url import ANY_SUBSCRIBER, AllowList, check_target, parse_secrets
+from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.environment import warn_about_unknown
 from holdfast.errors import InvalidOption
-from holdfast.observe.redact import compiled
+from holdfast.observe.redact import compile_rule
 
 if TYPE_CHECKING:
-    from holdfast.ledger.publishing import Publishing
+    from holdfast.core.publishing import EventPublishing
+
 
 #: Engines; the second `s` is TLS.
 _SCHEMES = ("sqlite", "redis", "rediss", *(f"redis{s}+{kind}" for kind in ("sentinel", "cluster") for s in ("", "s")))
@@ -47,7 +48,7 @@ TEMPORARY: Final = ("", "/", "/:memory:")
 OUTSIDE: Final = frozenset({"ledger", "outbox_url", "outbox_targets", "publish_events", "webhook_secret", "webhooks"})
 
 
-class Subscription(BaseModel):
+class WebhookSubscription(BaseModel):
     """Who is told of what by webhook, beside the jobs that name an address themselves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -150,7 +151,7 @@ class Settings(BaseSettings):
     #: Networks and host names that webhooks may go to beside the public internet.
     webhook_allow: tuple[str, ...] = ()
     #: Who is told of jobs' ends, approvals and alerts.
-    webhooks: tuple[Subscription, ...] = ()
+    webhooks: tuple[WebhookSubscription, ...] = ()
     webhook_timeout_s: float = Field(15, gt=0, le=300)
     webhook_attempts: int = Field(8, ge=1)
     #: Before the second attempt; four times as long before each further one, up to an hour.
@@ -272,7 +273,7 @@ class Settings(BaseSettings):
     @classmethod
     def _can_be_looked_for(cls, redact: tuple[str, ...]) -> tuple[str, ...]:
         for rule in redact:
-            if not rule or compiled(rule).match(""):
+            if not rule or compile_rule(rule).match(""):
                 raise ValueError(f"{rule!r} would be found in every text")
         return redact
 
@@ -284,10 +285,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _webhooks_can_be_sent(self) -> Self:
-        exceptions = self.webhook_exceptions
+        exceptions = self.webhook_allow_list
         parse_secrets(_secret_text(self.webhook_secret))
         for subscription in self.webhooks:
-            if subscription.url == SUBSCRIBERS:
+            if subscription.url == ANY_SUBSCRIBER:
                 raise ValueError("webhooks: an address begins with https:// or http://")
             check_target(subscription.url, exceptions)
             if not self.webhook_secrets(subscription.url):
@@ -335,19 +336,19 @@ class Settings(BaseSettings):
         return self
 
     @property
-    def tells(self) -> bool:
+    def webhooks_enabled(self) -> bool:
         """Whether anybody can be told anything by webhook."""
         return bool(self.webhooks) or bool(_secret_text(self.webhook_secret))
 
     @property
     def delivers(self) -> bool:
         """Whether upkeep sends webhooks: they are used, and there is a ledger to send them from."""
-        return self.tells and (self.embedded or self.ledger is not None)
+        return self.webhooks_enabled and (self.embedded or self.ledger is not None)
 
     @property
-    def webhook_exceptions(self) -> Exceptions:
+    def webhook_allow_list(self) -> AllowList:
         """Where webhooks may go beside the public internet."""
-        return Exceptions.parse(self.webhook_allow)
+        return AllowList.parse(self.webhook_allow)
 
     def webhook_secrets(self, url: str) -> tuple[bytes, ...]:
         """What deliveries to this address are signed with: a subscription's own secret, else everybody's."""
@@ -377,13 +378,13 @@ class Settings(BaseSettings):
         return self.ledger is None or _same_file(self.url, self.ledger)
 
     @property
-    def publishing(self) -> Publishing | None:
+    def publishing(self) -> EventPublishing | None:
         """Which events of jobs are published, and where to; None: none."""
         if not self.publish_events:
             return None
-        from holdfast.ledger.publishing import Publishing
+        from holdfast.core.publishing import EventPublishing
 
-        return Publishing(self.publish_events, self.publish_events_topic, frozenset(self.publish_event_types))
+        return EventPublishing(self.publish_events, self.publish_events_topic, frozenset(self.publish_event_types))
 
     @property
     def _finished_ttl_s(self) -> float:

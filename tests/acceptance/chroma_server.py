@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import httpx
 
-from holdfast.chaos.servers import ServerProcess
+from holdfast.verification.chaos.servers import ServerProcess
 
 _RUN = "import sys, chromadb_rust_bindings; chromadb_rust_bindings.cli(['chroma', 'run', *sys.argv[1:]])"
 _COLLECTIONS = "/api/v2/tenants/default_tenant/databases/default_database/collections"

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from holdfast.chaos.servers import free_port
+from holdfast.verification.chaos.servers import free_port
 from tests.acceptance.workflow_world import EXAMPLES, PATIENCE_S, until
 from tools.servers import MINILM, MINILM_TOKENS, find
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from holdfast import Holdfast, Retry
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from tests.http.world import serving
 
 SUCCEEDED = [(None, "queued"), ("queued", "running"), ("running", "succeeded")]

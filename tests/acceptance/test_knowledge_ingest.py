@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 import redis
 
-from holdfast.chaos.servers import in_own_loop
+from holdfast.verification.chaos.servers import in_own_loop
 from tests.acceptance.chroma_server import ChromaServer
 from tests.acceptance.knowledge_world import APP, FOLDER, Knowledge
 from tests.acceptance.workflow_world import until

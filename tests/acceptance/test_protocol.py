@@ -43,11 +43,11 @@ async def app(engine_url: str, ledger_of_engine: str | None, namespace: str) -> 
 
 async def events(app: Holdfast, job_id: str) -> list[Event]:
     """The job's story in the ledger. A worker runs: it projects."""
-    await app.ledger.caught_up(PATIENCE_S)
+    await app.ledger.wait_caught_up(PATIENCE_S)
     queries = app.ledger.queries
-    (await verify_ledger(queries)).assert_sound()
+    (await verify_ledger(queries)).assert_valid()
     job = await queries.job(job_id)
-    return [event.event() for event in await queries.story(job.key) if event.type != HEARTBEAT_EVENT]
+    return [event.event() for event in await queries.events(job.key) if event.type != HEARTBEAT_EVENT]
 
 
 async def story(app: Holdfast, job_id: str) -> list[str]:
@@ -104,7 +104,7 @@ async def test_failure_is_retried_to_the_limit_and_then_a_dead_letter(app: Holdf
             "task.dlq",
             "task.failed",
         ]
-    letter = await app.ledger.queries.dead_letter((await app.ledger.queries.job(job.id)).key)
+    letter = await app.ledger.queries.dead_letter_of((await app.ledger.queries.job(job.id)).key)
     assert letter is not None
     assert (letter.error_code, letter.error, letter.retry_count) == ("TASK_ERROR", "run 4 failed", 3)
     assert [attempt["number"] for attempt in letter.history.value] == [1, 2, 3, 4]

@@ -13,15 +13,16 @@ from typing import Any, Final
 import pytest
 from redis.asyncio import Redis
 
-from holdfast.brokers.port import Outgoing
-from holdfast.brokers.redis_streams import RedisAdapter, RedisConnection, RedisPublisher
-from holdfast.chaos.servers import RedisServer, free_port
+from holdfast.brokers.port import OutgoingMessage
+from holdfast.brokers.redis_connection import RedisConfig, RedisPublisher
+from holdfast.brokers.redis_streams import RedisAdapter
 from holdfast.core.job import Envelope, new_job_ids
-from holdfast.engine.factory import build_engine
 from holdfast.errors import BrokerRefused, BrokerUnavailable, EngineUnavailable, LedgerUnavailable
+from holdfast.factory import build_engine
 from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
 from holdfast.settings import Settings
-from holdfast.testing.contract.brokers import Reader, eventually
+from holdfast.testing.contract.broker_harness import MessageReader, eventually
+from holdfast.verification.chaos.servers import RedisServer, free_port
 from tests.certificates import Certificates, make_certificates
 from tests.conftest import MakePostgres, MakeServer
 
@@ -48,14 +49,14 @@ def tls_redis(make_redis: MakeServer, certificates: Certificates, **options: str
     return server, f"rediss://127.0.0.1:{port}/0"
 
 
-def broker(url: str, **options: Any) -> RedisConnection:
-    return RedisConnection.model_validate({"url": url, "visibility_timeout_s": 2.0, **options})
+def broker(url: str, **options: Any) -> RedisConfig:
+    return RedisConfig.model_validate({"url": url, "visibility_timeout_s": 2.0, **options})
 
 
-async def publish(connection: RedisConnection, *bodies: bytes) -> None:
+async def publish(connection: RedisConfig, *bodies: bytes) -> None:
     publisher = RedisPublisher(connection)
     await publisher.connect()
-    assert await publisher.publish([Outgoing("orders", body, {}) for body in bodies]) == [None] * len(bodies)
+    assert await publisher.publish([OutgoingMessage("orders", body, {}) for body in bodies]) == [None] * len(bodies)
     await publisher.close()
 
 
@@ -66,7 +67,7 @@ async def test_redis_streams_over_tls(make_redis: MakeServer, certificates: Cert
     await publish(connection, b"sealed")
     adapter = RedisAdapter(connection, "orders", "readers")
     await adapter.connect()
-    reader = Reader(adapter)
+    reader = MessageReader(adapter)
     assert (await reader.handle(1))[0].body == b"sealed"
     await reader.stop()
     assert await unverified(url) == b"PONG"
@@ -116,7 +117,7 @@ async def test_a_password_is_rotated_without_losing_a_message(make_redis: MakeSe
     await publish(old, b"1", b"2", b"3")
     first = RedisAdapter(old, "orders", "readers")
     await first.connect()
-    leaving = Reader(first)
+    leaving = MessageReader(first)
     await leaving.handle(1)
     with pytest.raises(BrokerRefused, match="refuses this user name or password"):
         await publish(new, b"too early")
@@ -124,7 +125,7 @@ async def test_a_password_is_rotated_without_losing_a_message(make_redis: MakeSe
     await admin.execute_command("ACL", "SETUSER", "shop", f">{NEW}")
     second = RedisAdapter(new, "orders", "readers")
     await second.connect()
-    arriving = Reader(second)
+    arriving = MessageReader(second)
     await publish(new, b"4")
     await leaving.stop()
 

@@ -16,10 +16,10 @@ from confluent_kafka.cimpl import NewTopic
 
 from holdfast import Holdfast, State
 from holdfast.brokers.factory import build_adapter, build_publisher
-from holdfast.brokers.port import Outgoing
-from holdfast.ledger.trigger_book import Status
-from holdfast.triggers.building import build
+from holdfast.brokers.port import OutgoingMessage
+from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.triggers.config import TriggerEntry
+from holdfast.triggers.service import build_trigger
 from tests.brokers.rabbitmq_server import PASSWORD, USER
 from tests.brokers.sqs_server import ACCESS_KEY, REGION, SECRET_KEY
 from tests.worker.support import eventually, working
@@ -77,25 +77,25 @@ async def test_consumed_run_acknowledged_and_recorded_once(
         }
     )
     async with app:
-        assert app.ledger_port is not None
-        book = app.ledger_port.triggers
-        trigger = build(app, entry).trigger
+        assert app.ledger_backend is not None
+        book = app.ledger_backend.triggers
+        trigger = build_trigger(app, entry).trigger
         async with working(app), trigger:
             await publish(kind, connection, namespace, number=1)
-            await eventually(lambda: trigger.counts.consumed[Status.SUCCESS] == 1, "the message")
+            await eventually(lambda: trigger.counts.consumed[ExecutionStatus.SUCCESS] == 1, "the message")
             # The same once more, as a sender does that has lost the answer.
             await publish(kind, connection, namespace, number=1)
-            await eventually(lambda: trigger.counts.consumed[Status.DUPLICATE] == 1, "its duplicate")
+            await eventually(lambda: trigger.counts.consumed[ExecutionStatus.DUPLICATE] == 1, "its duplicate")
             (job_id,) = {row.agent_run_id for row in await eventually(lambda: two_rows(app, namespace), "the rows")}
             assert await app.job(job_id).result(timeout=PATIENCE_S) == "done"
-        assert trigger.in_hand == 0
+        assert trigger.in_flight == 0
         rows = await book.executions(None, queue_name=namespace)
         (success,) = [row for row in rows if row.status == "success"]
         assert sorted(row.status for row in rows) == ["duplicate", "success"]
         assert (success.tenant_id, success.event_name, success.trace_id) == ("acme", "order.paid", "trace-1")
         assert (success.agent_run_id, success.retry_count, success.error_message) == (job_id, 0, "")
         assert await book.executions(["acme"], queue_name=namespace, message_id=success.message_id) == [success]
-        view = await app.job(job_id).view()
+        view = await app.job(job_id).info()
         assert (view.state, view.tenant_id, view.trace_id) == (State.SUCCEEDED, "acme", "trace-1")
     assert ran == [("order.paid", {"n": 1})]
     # Acknowledged: what the consumer had is given back by now, and the next of the group gets only what is new.
@@ -119,12 +119,12 @@ async def publish(kind: str, connection: dict[str, Any], queue: str, *, number: 
     publisher = build_publisher(kind, connection)
     await publisher.connect()
     try:
-        assert await publisher.publish([Outgoing(queue, b'{"n": %d}' % number, headers, key="order")]) == [None]
+        assert await publisher.publish([OutgoingMessage(queue, b'{"n": %d}' % number, headers, key="order")]) == [None]
     finally:
         await publisher.close()
 
 
 async def two_rows(app: Holdfast, queue: str) -> list[Any]:
-    assert app.ledger_port is not None
-    rows = await app.ledger_port.triggers.executions(None, queue_name=queue)
+    assert app.ledger_backend is not None
+    rows = await app.ledger_backend.triggers.executions(None, queue_name=queue)
     return rows if len(rows) == 2 else []

@@ -18,18 +18,17 @@ import pytest
 from redis.asyncio import Redis
 
 from holdfast import Holdfast, Settings
-from holdfast.acceptance import run, stage
-from holdfast.acceptance.ledger_side import PostgresSide, with_schema
-from holdfast.acceptance.model import Report, Verdict
-from holdfast.acceptance.naming import OLD_MS, is_left_over, new_name, schema_of
-from holdfast.acceptance.redis_side import RUNS
-from holdfast.acceptance.room import LEASE_S, Room
-from holdfast.acceptance.run import verify_deployment
-from holdfast.chaos.servers import RedisServer, free_port
-from holdfast.core.verdict import Answer, Settlement, Succeed
-from holdfast.engine.redis.settling import Settling
+from holdfast.core.verdict import Settlement, SettleResult, Succeed
+from holdfast.engine.redis.settlement import Settlements
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.postgres.store import StoreOptions
+from holdfast.verification.acceptance import fixture, run
+from holdfast.verification.acceptance.fixture import AcceptanceReport, CriterionStatus
+from holdfast.verification.acceptance.run import verify_deployment
+from holdfast.verification.acceptance.sandbox import LEASE_S, OLD_MS, Sandbox, is_stale, new_name, schema_of
+from holdfast.verification.acceptance.sandbox_postgres import PostgresSandbox, with_schema
+from holdfast.verification.acceptance.sandbox_redis import RUNS
+from holdfast.verification.chaos.servers import RedisServer, free_port
 from tests.cli.harness import environment
 from tests.processes import ProcessId, children
 from tests.servers import find_server
@@ -58,11 +57,11 @@ async def durable_redis(durable_server: RedisServer) -> AsyncIterator[str]:
         await redis.flushall()
 
 
-def verdicts(report: Report, verdict: Verdict) -> set[str]:
+def verdicts(report: AcceptanceReport, verdict: CriterionStatus) -> set[str]:
     return {result.id for result in report.results if result.verdict is verdict}
 
 
-def seen(report: Report, criterion: str) -> str:
+def seen(report: AcceptanceReport, criterion: str) -> str:
     return next(result.seen for result in report.results if result.id == criterion)
 
 
@@ -124,15 +123,15 @@ async def test_all_is_well_on_redis_and_postgres_beside_a_busy_deployment(
             submitted += 1
             await asyncio.sleep(0.05)
         report = await checking
-        assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
-        assert verdicts(report, Verdict.NOT_APPLICABLE) == set()
+        assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is CriterionStatus.FAILED]
+        assert verdicts(report, CriterionStatus.NOT_APPLICABLE) == set()
         assert WIRE | REMEMBERED | {"X1.1", "X1.2", "X1.3", "Q5", "Q6", "ledger.tables"} <= verdicts(
-            report, Verdict.PASSED
+            report, CriterionStatus.PASSED
         )
         assert report.seconds < 60
-        await app.ledger.caught_up(20)
+        await app.ledger.wait_caught_up(20)
         assert runs == list(range(submitted))
-        assert (await waiting.view()).state == "queued"
+        assert (await waiting.info()).state == "queued"
         counted = await app.ledger.queries.counts(exact=True)
         assert sum(counted.states.values()) == submitted + 1
     left = {key for key in await keys(durable_redis) if namespace.encode() not in key}
@@ -144,16 +143,16 @@ async def test_all_is_well_on_redis_alone_whatever_its_names_are(durable_redis: 
     """With names of the deployment's own, and without a stream of dead letters."""
     settings = Settings(url=durable_redis, stream_task="tasks", stream_result="results", stream_dlq="", group="theirs")
     report = await verify_deployment(settings)
-    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
-    assert verdicts(report, Verdict.NOT_APPLICABLE) == REMEMBERED | {"ledger.tables"}
+    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is CriterionStatus.FAILED]
+    assert verdicts(report, CriterionStatus.NOT_APPLICABLE) == REMEMBERED | {"ledger.tables"}
     assert "HOLDFAST_LEDGER" in seen(report, "L2")
     assert await keys(durable_redis) == set()
 
 
 async def test_all_is_well_on_redis_with_a_ledger_file(durable_redis: str, tmp_path: Path) -> None:
     report = await verify_deployment(Settings(url=durable_redis, ledger=f"sqlite:///{tmp_path}/ledger.db"))
-    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
-    assert verdicts(report, Verdict.NOT_APPLICABLE) == {"ledger.tables"}
+    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is CriterionStatus.FAILED]
+    assert verdicts(report, CriterionStatus.NOT_APPLICABLE) == {"ledger.tables"}
     assert await keys(durable_redis) == set()
     assert files(tmp_path) == []
 
@@ -161,8 +160,8 @@ async def test_all_is_well_on_redis_with_a_ledger_file(durable_redis: str, tmp_p
 async def test_all_is_well_on_one_file_and_the_file_itself_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "jobs.db").write_bytes(b"theirs")
     report = await verify_deployment(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
-    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is Verdict.FAILED]
-    assert verdicts(report, Verdict.NOT_APPLICABLE) == WIRE | {"L4.2", "Q6", "ledger.tables"}
+    assert report.ok, [(r.id, r.seen) for r in report.results if r.verdict is CriterionStatus.FAILED]
+    assert verdicts(report, CriterionStatus.NOT_APPLICABLE) == WIRE | {"L4.2", "Q6", "ledger.tables"}
     assert files(tmp_path) == ["jobs.db"]
     assert (tmp_path / "jobs.db").read_bytes() == b"theirs"
 
@@ -175,23 +174,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What never comes is waited for no longer than it takes a lease to be lost; what is left then is not run."""
     monkeypatch.setattr(run, "_ONE_S", LEASE_S + 2)
     monkeypatch.setattr(run, "_ALL_S", LEASE_S + 4)
-    monkeypatch.setattr(stage, "PATIENCE_S", LEASE_S + 1)
+    monkeypatch.setattr(fixture, "PATIENCE_S", LEASE_S + 1)
 
 
 async def test_an_engine_that_forgets_to_settle_is_found(
     durable_redis: str, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
     """It says that a success was applied, and leaves the job as it is."""
-    real = Settling.settle
+    real = Settlements.settle
 
-    async def broken(self: Settling, settlements: list[Settlement]) -> list[Answer]:
+    async def broken(self: Settlements, settlements: list[Settlement]) -> list[SettleResult]:
         kept = [one for one in settlements if not isinstance(one.verdict, Succeed)]
         answers = iter(await real(self, kept) if kept else [])
-        return [Answer.APPLIED if isinstance(one.verdict, Succeed) else next(answers) for one in settlements]
+        return [SettleResult.APPLIED if isinstance(one.verdict, Succeed) else next(answers) for one in settlements]
 
-    monkeypatch.setattr(Settling, "settle", broken)
+    monkeypatch.setattr(Settlements, "settle", broken)
     report = await verify_deployment(Settings(url=durable_redis, ledger=None))
-    assert {"X1.1", "X1.3", "Q5", "RP-001"} <= verdicts(report, Verdict.FAILED)
+    assert {"X1.1", "X1.3", "Q5", "RP-001"} <= verdicts(report, CriterionStatus.FAILED)
     assert "to an end" in seen(report, "X1.1")
     assert "not run" in seen(report, "RP-001")
     assert await keys(durable_redis) == set()
@@ -199,21 +198,23 @@ async def test_an_engine_that_forgets_to_settle_is_found(
 
 async def test_an_engine_without_a_fence_is_found(durable_redis: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets whoever comes first end a job."""
-    real = Settling.settle
+    real = Settlements.settle
 
-    async def broken(self: Settling, settlements: list[Settlement]) -> list[Answer]:
-        return [Answer.APPLIED if answer is Answer.STALE else answer for answer in await real(self, settlements)]
+    async def broken(self: Settlements, settlements: list[Settlement]) -> list[SettleResult]:
+        return [
+            SettleResult.APPLIED if answer is SettleResult.STALE else answer for answer in await real(self, settlements)
+        ]
 
-    monkeypatch.setattr(Settling, "settle", broken)
+    monkeypatch.setattr(Settlements, "settle", broken)
     report = await verify_deployment(Settings(url=durable_redis, ledger=None))
-    assert verdicts(report, Verdict.FAILED) == {"Q5", "Q2"}
+    assert verdicts(report, CriterionStatus.FAILED) == {"Q5", "Q2"}
     assert "stale" in seen(report, "Q5")
 
 
 async def test_a_redis_that_may_evict_or_forget_jobs_is_found(make_redis: Any) -> None:
     url = make_redis(maxmemory_policy="allkeys-lru").url
     report = await verify_deployment(Settings(url=url, ledger=None))
-    assert verdicts(report, Verdict.FAILED) == {"engine.eviction", "engine.persistence"}
+    assert verdicts(report, CriterionStatus.FAILED) == {"engine.eviction", "engine.persistence"}
     assert "noeviction" in seen(report, "engine.eviction")
 
 
@@ -228,11 +229,11 @@ async def test_a_user_without_rights_is_told_which_one_is_missing(
         await connection.execute(f"CREATE ROLE {role} LOGIN; GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}")
         weak = postgres_url.replace("postgres@", f"{role}@", 1)
         report = await verify_deployment(Settings(url=durable_redis, ledger=weak))
-        assert verdicts(report, Verdict.FAILED) == {"place", "ledger.tables"}
+        assert verdicts(report, CriterionStatus.FAILED) == {"place", "ledger.tables"}
         assert f'GRANT CREATE ON DATABASE "{database}" TO "{role}"' in seen(report, "place")
         assert f'TO "{role}"' in seen(report, "ledger.tables")
         assert "may not" in seen(report, "L2")
-        assert "X1.1" in verdicts(report, Verdict.PASSED)
+        assert "X1.1" in verdicts(report, CriterionStatus.PASSED)
     finally:
         await connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
         await connection.close()
@@ -240,9 +241,9 @@ async def test_a_user_without_rights_is_told_which_one_is_missing(
 
 
 async def test_a_database_without_tables_is_found(durable_redis: str, empty_postgres_url: str) -> None:
-    side = PostgresSide(empty_postgres_url)
+    side = PostgresSandbox(empty_postgres_url)
     try:
-        assert "migrate up" in await side.wrong_with_tables()
+        assert "migrate up" in await side.table_problem()
     finally:
         await side.close()
 
@@ -253,10 +254,10 @@ async def test_a_database_without_tables_is_found(durable_redis: str, empty_post
 def test_only_old_runs_are_left_over() -> None:
     now_ms = time.time_ns() // 1_000_000
     name = new_name(now_ms - OLD_MS - 1)
-    assert is_left_over(name, now_ms)
-    assert is_left_over(schema_of(name), now_ms)
+    assert is_stale(name, now_ms)
+    assert is_stale(schema_of(name), now_ms)
     for other in (new_name(now_ms), f"{name}x", f"x{name}", "holdfast-verify-", "holdfast_verify_mine", "public"):
-        assert not is_left_over(other, now_ms)
+        assert not is_stale(other, now_ms)
 
 
 def test_the_search_path_goes_before_what_the_url_says() -> None:
@@ -278,8 +279,8 @@ async def test_what_a_killed_run_left_is_removed_by_the_next_one(
             await connection.execute(f"CREATE SCHEMA {schema_of(name)}")
         await redis.set("theirs", "x")
         try:
-            room = Room(Settings(url=durable_redis, ledger=postgres_url))
-            await room.make()
+            room = Sandbox(Settings(url=durable_redis, ledger=postgres_url))
+            await room.create()
             await room.remove()
             assert len(room.notes) == 2
             assert all(old in note or schema_of(old) in note for note in room.notes)
@@ -293,8 +294,8 @@ async def test_what_a_killed_run_left_is_removed_by_the_next_one(
             await connection.close()
     file = tmp_path / f"{old}.engine.db"
     file.write_bytes(b"")
-    room = Room(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
-    await room.make()
+    room = Sandbox(Settings(url=f"sqlite:///{tmp_path}/jobs.db", ledger=None))
+    await room.create()
     await room.remove()
     assert files(tmp_path) == []
 
@@ -303,10 +304,10 @@ async def test_what_cannot_be_removed_is_told_and_a_silent_server_is_not_waited_
     durable_redis: str, make_postgres: Any
 ) -> None:
     server = make_postgres()
-    room = Room(Settings(url=durable_redis, ledger=server.url))
-    await room.make()
-    side = PostgresSide(server.url, StoreOptions(1, 0.3, 0.3))
-    assert not await side.missing_right()
+    room = Sandbox(Settings(url=durable_redis, ledger=server.url))
+    await room.create()
+    side = PostgresSandbox(server.url, StoreOptions(1, 0.3, 0.3))
+    assert not await side.missing_permission()
     server.pause()
     try:
         async with asyncio.timeout(20):
@@ -412,7 +413,7 @@ def test_a_paused_worker_process_does_not_outlive_a_killed_check(tmp_path: Path)
     settings = Settings(url=f"sqlite:///{tmp_path}/jobs.db").model_dump_json()
     check = (
         "import os, signal, subprocess, sys\n"
-        "words = [sys.executable, '-m', 'holdfast.acceptance.child', 'any']\n"
+        "words = [sys.executable, '-m', 'holdfast.verification.acceptance.worker_process', 'any']\n"
         "child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
         "child.stdin.write(sys.argv[1].encode() + b'\\n')\n"
         "child.stdin.flush()\n"

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 from pymongo import MongoClient
 
-from holdfast.chaos.servers import free_port
+from holdfast.verification.chaos.servers import free_port
 from tests.effects.test_mongo import MongoServer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from typing import IO, Final
 
 import pytest
 
-from holdfast.chaos.servers import ServerProcess, free_port
+from holdfast.verification.chaos.servers import ServerProcess, free_port
 from tests.servers import find_server
 from tools.servers import KAFKA
 

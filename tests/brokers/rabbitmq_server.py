@@ -20,7 +20,7 @@ from typing import IO, Final
 
 import pytest
 
-from holdfast.chaos.servers import READY_WITHIN_S, ServerProcess, free_port
+from holdfast.verification.chaos.servers import READY_WITHIN_S, ServerProcess, free_port
 from tests.certificates import Certificates, make_certificates
 from tests.servers import find_server
 from tools.servers import RABBITMQ

@@ -16,7 +16,7 @@ from typing import IO, Final
 
 import pytest
 
-from holdfast.chaos.servers import ServerProcess
+from holdfast.verification.chaos.servers import ServerProcess
 
 REGION: Final = "eu-central-1"
 ACCESS_KEY: Final = "TESTKEYOFHOLDFAST"

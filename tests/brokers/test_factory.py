@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from holdfast.brokers.factory import BROKER_TYPES, build_adapter, build_publisher, connection_model
-from holdfast.brokers.memory import MemoryConnection
+from holdfast.brokers.memory import MemoryConfig
 from holdfast.errors import InvalidOption
 
 #: What each broker's connection needs at least.
@@ -93,8 +93,8 @@ def test_mistakes_are_named_and_values_are_not() -> None:
         build_adapter("memory", {}, "orders", "readers", 0)
     with pytest.raises(InvalidOption, match="name of their own"):
         build_adapter("memory", {}, "orders", "readers", dlq_name="orders")
-    with pytest.raises(InvalidOption, match="a connection of redis is a RedisConnection"):
-        build_publisher("redis", MemoryConnection())
+    with pytest.raises(InvalidOption, match="a connection of redis is a RedisConfig"):
+        build_publisher("redis", MemoryConfig())
     with pytest.raises(InvalidOption) as caught:
         build_publisher("redis", {"url": "tcp://ann:s3cret-word@h", "prot": 1})
     assert "prot: Extra inputs" in str(caught.value)

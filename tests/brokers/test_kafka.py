@@ -18,20 +18,12 @@ from confluent_kafka.cimpl import NewTopic
 from pydantic import ValidationError
 
 from holdfast.brokers.factory import build_adapter, build_publisher
-from holdfast.brokers.kafka import KafkaAdapter, KafkaConnection, KafkaPublisher
-from holdfast.brokers.port import Outgoing, RawMessage
-from holdfast.chaos.servers import free_port
+from holdfast.brokers.kafka import KafkaAdapter, KafkaConfig, KafkaPublisher
+from holdfast.brokers.port import OutgoingMessage, RawMessage
 from holdfast.errors import BrokerRefused, BrokerUnavailable
-from holdfast.testing.contract.brokers import (
-    SOON_S,
-    Bench,
-    BrokerContract,
-    BrokerFaultContract,
-    BrokerHarness,
-    Reader,
-    by_key,
-    eventually,
-)
+from holdfast.testing.contract.broker_harness import SOON_S, BrokerHarness, BrokerRig, MessageReader, by_key, eventually
+from holdfast.testing.contract.brokers import BrokerContract, BrokerFaultContract
+from holdfast.verification.chaos.servers import free_port
 from tests.brokers.kafka_server import SASL_PASSWORD, SASL_USER, KafkaServer
 from tests.servers import find_server
 from tools.servers import KAFKA
@@ -51,7 +43,7 @@ class KafkaHarness(BrokerHarness):
         self.patience: dict[str, float] = {"session_timeout_s": 6.0}
         self._closers: list[KafkaAdapter | KafkaPublisher] = []
 
-    def connection(self, **fields: Any) -> KafkaConnection:
+    def connection(self, **fields: Any) -> KafkaConfig:
         """As a user with a password."""
         settings = {
             "bootstrap_servers": self.server.sasl_address,
@@ -61,7 +53,7 @@ class KafkaHarness(BrokerHarness):
             **self.patience,
             "publish_timeout_s": 3.0,
         }
-        return KafkaConnection.model_validate(settings | fields)
+        return KafkaConfig.model_validate(settings | fields)
 
     async def new_queue(self, partitions: int = 2, **options: str) -> str:
         name = f"topic-{secrets.token_hex(6)}"
@@ -74,11 +66,11 @@ class KafkaHarness(BrokerHarness):
         await asyncio.to_thread(made[name].result)
 
     def adapter(
-        self, queue: str, *, group: str = "readers", prefetch: int = 10, connection: KafkaConnection | None = None
+        self, queue: str, *, group: str = "readers", prefetch: int = 10, connection: KafkaConfig | None = None
     ) -> KafkaAdapter:
         return self._kept(KafkaAdapter(connection or self.connection(), queue, f"{queue}-{group}", prefetch=prefetch))
 
-    def publisher(self, connection: KafkaConnection | None = None) -> KafkaPublisher:
+    def publisher(self, connection: KafkaConfig | None = None) -> KafkaPublisher:
         return self._kept(KafkaPublisher(connection or self.connection()))
 
     def lost_adapter(self, queue: str) -> KafkaAdapter:
@@ -94,8 +86,8 @@ class KafkaHarness(BrokerHarness):
         await self.create(self.dead_letters(queue), max_message_bytes="10")
         return True
 
-    def impossible(self, topic: str, key: str) -> Outgoing:
-        return Outgoing(topic, b"x" * 2_000_000, {}, key)
+    def impossible(self, topic: str, key: str) -> OutgoingMessage:
+        return OutgoingMessage(topic, b"x" * 2_000_000, {}, key)
 
     async def kill_broker(self) -> None:
         """Not before it has noted what is acknowledged: it does so twice a second, and what came since comes again."""
@@ -135,7 +127,7 @@ class KafkaHarness(BrokerHarness):
         for client in self._closers:
             await client.close()
 
-    def _lost(self) -> KafkaConnection:
+    def _lost(self) -> KafkaConfig:
         nowhere = f"127.0.0.1:{free_port()}"
         return self.connection(bootstrap_servers=nowhere, connect_timeout_s=1.0, publish_timeout_s=1.0)
 
@@ -152,14 +144,14 @@ async def harness(kafka_server: KafkaServer) -> AsyncIterator[KafkaHarness]:
 
 
 @pytest.fixture
-async def bench(harness: KafkaHarness) -> AsyncIterator[Bench]:
-    bench = Bench(harness, await harness.new_queue())
+async def bench(harness: KafkaHarness) -> AsyncIterator[BrokerRig]:
+    bench = BrokerRig(harness, await harness.new_queue())
     yield bench
     await bench.close()
 
 
 class TestKafka(BrokerContract):
-    async def test_a_paused_consumer_keeps_what_it_has(self, bench: Bench) -> None:
+    async def test_a_paused_consumer_keeps_what_it_has(self, bench: BrokerRig) -> None:
         """One partition, so that the group has no reason to give it to the second one."""
         harness = bench.harness
         assert isinstance(harness, KafkaHarness)
@@ -172,7 +164,7 @@ class TestKafka(BrokerContract):
 
 
 async def test_a_commit_never_passes_a_message_in_hand(harness: KafkaHarness) -> None:
-    bench = Bench(harness, await harness.new_queue(partitions=1))
+    bench = BrokerRig(harness, await harness.new_queue(partitions=1))
     await bench.publish(*[b"%d" % number for number in range(10)])
     first = await bench.reader()
     taken = await first.take(10)
@@ -192,7 +184,7 @@ async def test_a_commit_never_passes_a_message_in_hand(harness: KafkaHarness) ->
 
 
 async def test_requeued_messages_come_in_order_before_all_others(harness: KafkaHarness) -> None:
-    bench = Bench(harness, await harness.new_queue(partitions=1))
+    bench = BrokerRig(harness, await harness.new_queue(partitions=1))
     reader = await bench.reader(prefetch=5)
     await reader.adapter.pause()
     await bench.publish(*[b"%d" % number for number in range(6)], key="k")
@@ -252,7 +244,7 @@ class Handler:
 @pytest.mark.parametrize("assignment", ["cooperative-sticky", "range"])
 async def test_members_come_and_go_and_nothing_is_lost_or_repeated(harness: KafkaHarness, assignment: str) -> None:
     queue = await harness.new_queue(partitions=4)
-    bench = Bench(harness, queue)
+    bench = BrokerRig(harness, queue)
     handled: list[RawMessage] = []
     connection = harness.connection(assignment=assignment)
 
@@ -288,7 +280,7 @@ async def test_members_come_and_go_and_nothing_is_lost_or_repeated(harness: Kafk
 
 
 async def test_a_partition_that_leaves_waits_for_what_is_being_handed_over(harness: KafkaHarness) -> None:
-    bench = Bench(harness, await harness.new_queue(partitions=2))
+    bench = BrokerRig(harness, await harness.new_queue(partitions=2))
     keys = await _keys_of_two_partitions(bench)
     first = await bench.reader()
     for key in keys:
@@ -320,7 +312,7 @@ async def test_a_partition_that_leaves_waits_for_what_is_being_handed_over(harne
 
 async def test_a_consumer_that_is_full_stays_in_its_group(harness: KafkaHarness) -> None:
     harness.patience = {"session_timeout_s": 1.5, "max_poll_interval_s": 1.5}
-    bench = Bench(harness, await harness.new_queue(partitions=1))
+    bench = BrokerRig(harness, await harness.new_queue(partitions=1))
     await bench.publish(b"slow", b"next")
     full = await bench.reader(prefetch=1)
     slow = await full.one()
@@ -341,7 +333,7 @@ async def test_odd_messages_of_other_writers_come_through(harness: KafkaHarness)
         queue, None, key=b"\xff\xfe", headers=[("X-Odd", b"\xe9"), ("x-none", None), ("x-odd", b"last")]
     )
     await harness.write(queue, b"body", key=b"", headers=None)
-    reader = Reader(await _connected(harness.adapter(queue)))
+    reader = MessageReader(await _connected(harness.adapter(queue)))
     tombstone, plain = await reader.take(2)
     assert (tombstone.body, tombstone.key, tombstone.headers) == (None, "\xff\xfe", {"x-odd": "last", "x-none": ""})
     assert tombstone.message_id == f"{queue}-0-0"
@@ -356,7 +348,7 @@ async def test_odd_messages_of_other_writers_come_through(harness: KafkaHarness)
 
 async def test_a_message_that_the_broker_refuses_stops_its_key_alone(harness: KafkaHarness) -> None:
     """Too large for the broker, not for its client: what was sent with it is refused, too, and more is under way."""
-    bench = Bench(harness, await harness.new_queue(partitions=1, max_message_bytes="150000"))
+    bench = BrokerRig(harness, await harness.new_queue(partitions=1, max_message_bytes="150000"))
     publisher = harness.publisher(harness.connection(publish_timeout_s=15.0))
     sent = [bench.outgoing(b"%d " % number + b"x" * 1_000, key=f"key-{number % 4}") for number in range(400)]
     sent[21] = bench.outgoing(b"x" * 200_000, key="key-1")
@@ -377,7 +369,7 @@ async def test_a_message_that_the_broker_refuses_stops_its_key_alone(harness: Ka
     await bench.close()
 
 
-def by_key_of(messages: list[Outgoing]) -> dict[str, list[bytes | None]]:
+def by_key_of(messages: list[OutgoingMessage]) -> dict[str, list[bytes | None]]:
     bodies: defaultdict[str, list[bytes | None]] = defaultdict(list)
     for message in messages:
         bodies[message.key].append(message.body)
@@ -418,7 +410,7 @@ def test_settings_are_checked() -> None:
         {"bootstrap_servers": "k:9092", "max_poll_interval_s": 5},
     ):
         with pytest.raises(ValidationError):
-            KafkaConnection.model_validate(wrong)
+            KafkaConfig.model_validate(wrong)
 
 
 async def test_the_factory_knows_it(harness: KafkaHarness) -> None:
@@ -472,7 +464,7 @@ class TestKafkaFaults(BrokerFaultContract):
 async def test_a_broker_that_dies_in_mid_batch_loses_nothing(mortal: KafkaHarness) -> None:
     """It is away for so long that the group has given us up when it is back."""
     mortal.patience = {"session_timeout_s": 2.0}
-    bench = Bench(mortal, await mortal.new_queue(partitions=4))
+    bench = BrokerRig(mortal, await mortal.new_queue(partitions=4))
     publisher = await bench.publisher()
     sent = [bench.outgoing(b"%d" % number, key=f"key-{number % 20}") for number in range(2_000)]
     assert await publisher.publish(sent) == [None] * 2_000
@@ -493,7 +485,7 @@ async def test_a_broker_that_dies_in_mid_batch_loses_nothing(mortal: KafkaHarnes
 @pytest.mark.faults
 async def test_a_broker_that_stands_still_keeps_nobody(mortal: KafkaHarness) -> None:
     """It accepts connections and answers nothing."""
-    bench = Bench(mortal, await mortal.new_queue(partitions=1))
+    bench = BrokerRig(mortal, await mortal.new_queue(partitions=1))
     await bench.publish(b"one")
     publisher = await bench.publisher()
     reader = await bench.reader()
@@ -535,7 +527,7 @@ async def _connected(adapter: KafkaAdapter) -> KafkaAdapter:
     return adapter
 
 
-async def _keys_of_two_partitions(bench: Bench) -> list[str]:
+async def _keys_of_two_partitions(bench: BrokerRig) -> list[str]:
     """Two keys that lie in different partitions; the queue is empty afterwards."""
     names = [f"key-{number}" for number in range(20)]
     for name in names:
@@ -549,8 +541,8 @@ async def _keys_of_two_partitions(bench: Bench) -> list[str]:
 async def test_closing_does_not_wait_for_a_broker_that_is_silent() -> None:
     """Who has given a call up must be able to rely on it: nothing of it is written once this returns."""
     nowhere = f"127.0.0.1:{free_port()}"
-    publisher = KafkaPublisher(KafkaConnection(bootstrap_servers=nowhere, publish_timeout_s=20))
-    publishing = asyncio.create_task(publisher.publish([Outgoing("t", b"x", {}, "k", "1")]))
+    publisher = KafkaPublisher(KafkaConfig(bootstrap_servers=nowhere, publish_timeout_s=20))
+    publishing = asyncio.create_task(publisher.publish([OutgoingMessage("t", b"x", {}, "k", "1")]))
     await asyncio.sleep(0.3)
     began = monotonic()
     await publisher.close()
@@ -570,11 +562,11 @@ async def test_a_message_as_large_as_may_be_becomes_a_dead_letter(harness: Kafka
     assert await asyncio.to_thread(producer.flush, SOON_S) == 0
     adapter = harness.adapter(queue)
     await adapter.connect()
-    reader = Reader(adapter)
+    reader = MessageReader(adapter)
     await adapter.send_to_dlq(await reader.one(), "too bad", ["try 1"] * 100)
     letters = harness.adapter(harness.dead_letters(queue))
     await letters.connect()
-    letter_reader = Reader(letters)
+    letter_reader = MessageReader(letters)
     assert (await letter_reader.one()).body == body
     await letter_reader.stop()
     await reader.stop()

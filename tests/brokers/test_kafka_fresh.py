@@ -12,10 +12,9 @@ from tests.brokers.kafka_server import MakeKafka
 #: In a process of its own: the library's fault was to end it.
 _ASK = """
 import sys, time
-from holdfast.brokers.kafka.connection import KafkaConnection
-from holdfast.brokers.kafka.questions import Questions
+from holdfast.brokers.kafka.connection import KafkaAdmin, KafkaConfig
 
-questions = Questions(KafkaConnection(bootstrap_servers=sys.argv[1]))
+questions = KafkaAdmin(KafkaConfig(bootstrap_servers=sys.argv[1]))
 until = time.monotonic() + 30
 while (lag := questions.lag("fresh", "first", {}, 2)) is None and time.monotonic() < until:
     time.sleep(0.05)

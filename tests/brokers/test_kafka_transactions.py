@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from holdfast.testing.contract.brokers import SOON_S, Bench, eventually
+from holdfast.testing.contract.broker_harness import SOON_S, BrokerRig, eventually
 from tests.brokers.kafka_server import KafkaServer
 from tests.brokers.test_kafka import KafkaHarness
 
@@ -23,13 +23,13 @@ async def harness(kafka_server: KafkaServer) -> AsyncIterator[KafkaHarness]:
 
 
 @pytest.fixture
-async def bench(harness: KafkaHarness) -> AsyncIterator[Bench]:
-    bench = Bench(harness, await harness.new_queue(partitions=1))
+async def bench(harness: KafkaHarness) -> AsyncIterator[BrokerRig]:
+    bench = BrokerRig(harness, await harness.new_queue(partitions=1))
     yield bench
     await bench.close()
 
 
-async def test_the_committed_offset_passes_the_marker_of_a_transaction(harness: KafkaHarness, bench: Bench) -> None:
+async def test_the_committed_offset_passes_the_marker_of_a_transaction(harness: KafkaHarness, bench: BrokerRig) -> None:
     """External monitors compute lag as log end minus committed offset."""
     reader = await bench.reader()
     await _transaction(harness, bench.queue, [b"one", b"two"])
@@ -38,7 +38,7 @@ async def test_the_committed_offset_passes_the_marker_of_a_transaction(harness: 
     await eventually(partial(_is_committed, harness, bench.queue, 3))
 
 
-async def test_the_committed_offset_passes_an_aborted_transaction(harness: KafkaHarness, bench: Bench) -> None:
+async def test_the_committed_offset_passes_an_aborted_transaction(harness: KafkaHarness, bench: BrokerRig) -> None:
     reader = await bench.reader()
     await _transaction(harness, bench.queue, [b"kept"])
     await reader.handle(1)
@@ -48,7 +48,9 @@ async def test_the_committed_offset_passes_an_aborted_transaction(harness: Kafka
     await reader.quiet()
 
 
-async def test_a_marker_is_not_passed_before_the_message_in_front_of_it(harness: KafkaHarness, bench: Bench) -> None:
+async def test_a_marker_is_not_passed_before_the_message_in_front_of_it(
+    harness: KafkaHarness, bench: BrokerRig
+) -> None:
     reader = await bench.reader()
     await _transaction(harness, bench.queue, [b"in flight", b"done"])
     in_flight, done = await reader.take(2)
@@ -64,7 +66,7 @@ async def test_a_marker_is_not_passed_before_the_message_in_front_of_it(harness:
     assert in_flight.body == b"in flight"
 
 
-async def test_a_marker_that_is_all_that_is_left_is_passed(harness: KafkaHarness, bench: Bench) -> None:
+async def test_a_marker_that_is_all_that_is_left_is_passed(harness: KafkaHarness, bench: BrokerRig) -> None:
     """As an earlier version left it: the committed offset points to the marker, and no message follows."""
     await _transaction(harness, bench.queue, [b"one"])
     await _commit(harness, bench.queue, 1)
@@ -73,7 +75,9 @@ async def test_a_marker_that_is_all_that_is_left_is_passed(harness: KafkaHarness
     await reader.quiet()
 
 
-async def test_a_partition_that_comes_back_is_committed_from_where_it_is(harness: KafkaHarness, bench: Bench) -> None:
+async def test_a_partition_that_comes_back_is_committed_from_where_it_is(
+    harness: KafkaHarness, bench: BrokerRig
+) -> None:
     """The client may remember how far it was before: that position is not this assignment's."""
     await _transaction(harness, bench.queue, [b"one", b"two"])
     reader = await bench.reader()

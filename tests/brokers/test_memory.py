@@ -8,9 +8,10 @@ from threading import Thread
 
 import pytest
 
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConnection, MemoryPublisher
-from holdfast.brokers.port import Outgoing
-from holdfast.testing.contract.brokers import Bench, BrokerContract, BrokerFaultContract, BrokerHarness
+from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig, MemoryPublisher
+from holdfast.brokers.port import OutgoingMessage
+from holdfast.testing.contract.broker_harness import BrokerHarness, BrokerRig
+from holdfast.testing.contract.brokers import BrokerContract, BrokerFaultContract
 
 
 class MemoryHarness(BrokerHarness):
@@ -27,24 +28,24 @@ class MemoryHarness(BrokerHarness):
         return f"queue-{self._queues}"
 
     def adapter(self, queue: str, *, group: str = "readers", prefetch: int = 10) -> MemoryAdapter:
-        return MemoryAdapter(MemoryConnection(name=self._name), queue, group, prefetch=prefetch)
+        return MemoryAdapter(MemoryConfig(name=self._name), queue, group, prefetch=prefetch)
 
     def publisher(self) -> MemoryPublisher:
-        return MemoryPublisher(MemoryConnection(name=self._name))
+        return MemoryPublisher(MemoryConfig(name=self._name))
 
     def lost_adapter(self, queue: str) -> MemoryAdapter:
-        return MemoryAdapter(MemoryConnection(name=f"{self._name}-lost"), queue, "readers")
+        return MemoryAdapter(MemoryConfig(name=f"{self._name}-lost"), queue, "readers")
 
     def lost_publisher(self) -> MemoryPublisher:
-        return MemoryPublisher(MemoryConnection(name=f"{self._name}-lost"))
+        return MemoryPublisher(MemoryConfig(name=f"{self._name}-lost"))
 
     async def spoil_dead_letters(self, queue: str) -> bool:
         self.broker.refuse = lambda message: message.topic == self.dead_letters(queue)
         return True
 
-    def impossible(self, topic: str, key: str) -> Outgoing:
+    def impossible(self, topic: str, key: str) -> OutgoingMessage:
         self.broker.refuse = lambda message: message.body == b"impossible"
-        return Outgoing(topic, b"impossible", {}, key)
+        return OutgoingMessage(topic, b"impossible", {}, key)
 
     async def kill_broker(self) -> None:
         self.broker.down = True
@@ -54,8 +55,8 @@ class MemoryHarness(BrokerHarness):
         self.broker.down = False
 
     def forget(self) -> None:
-        MemoryBroker.forget(self._name)
-        MemoryBroker.forget(f"{self._name}-lost")
+        MemoryBroker.reset(self._name)
+        MemoryBroker.reset(f"{self._name}-lost")
 
 
 @pytest.fixture
@@ -74,11 +75,13 @@ class TestMemoryFaults(BrokerFaultContract):
 
 
 @pytest.fixture
-async def bench(harness: MemoryHarness) -> Bench:
-    return Bench(harness, await harness.new_queue())
+async def bench(harness: MemoryHarness) -> BrokerRig:
+    return BrokerRig(harness, await harness.new_queue())
 
 
-async def test_what_a_lost_connection_had_is_delivered_again_and_counted(bench: Bench, harness: MemoryHarness) -> None:
+async def test_what_a_lost_connection_had_is_delivered_again_and_counted(
+    bench: BrokerRig, harness: MemoryHarness
+) -> None:
     await bench.publish(b"one")
     reader = await bench.reader()
     first = await reader.one()
@@ -89,7 +92,7 @@ async def test_what_a_lost_connection_had_is_delivered_again_and_counted(bench: 
     await bench.close()
 
 
-async def test_a_key_in_hand_is_left_to_its_consumer(bench: Bench) -> None:
+async def test_a_key_in_hand_is_left_to_its_consumer(bench: BrokerRig) -> None:
     for number in range(3):
         await bench.publish(b"%d" % number, key="k")
     first = await bench.reader(prefetch=1)
@@ -101,7 +104,7 @@ async def test_a_key_in_hand_is_left_to_its_consumer(bench: Bench) -> None:
     await bench.close()
 
 
-async def test_every_group_gets_every_message(bench: Bench, harness: MemoryHarness) -> None:
+async def test_every_group_gets_every_message(bench: BrokerRig, harness: MemoryHarness) -> None:
     harness.broker.write(bench.queue, b"one", {"X-Note": "n"})
     for group in ("a", "b"):
         message = (await (await bench.reader(group=group)).handle(1))[0]
@@ -110,7 +113,7 @@ async def test_every_group_gets_every_message(bench: Bench, harness: MemoryHarne
     await bench.close()
 
 
-async def test_a_message_from_another_thread_wakes_a_consumer(bench: Bench, harness: MemoryHarness) -> None:
+async def test_a_message_from_another_thread_wakes_a_consumer(bench: BrokerRig, harness: MemoryHarness) -> None:
     reader = await bench.reader()
     await reader.quiet(0.01)
     thread = Thread(target=harness.broker.write, args=(bench.queue, b"from afar"))
@@ -122,4 +125,4 @@ async def test_a_message_from_another_thread_wakes_a_consumer(bench: Bench, harn
 
 def test_a_name_is_one_broker() -> None:
     assert MemoryBroker.named("same") is MemoryBroker.named("same")
-    MemoryBroker.forget("same")
+    MemoryBroker.reset("same")

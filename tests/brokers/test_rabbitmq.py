@@ -20,18 +20,13 @@ from pamqp.body import ContentBody
 from pamqp.header import ContentHeader
 from pydantic import ValidationError
 
-from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter
-from holdfast.brokers.rabbitmq import RabbitAdapter, RabbitConnection, RabbitPublisher
-from holdfast.chaos.servers import free_port
+from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter
+from holdfast.brokers.rabbitmq import RabbitAdapter, RabbitPublisher
+from holdfast.brokers.rabbitmq_connection import RabbitConfig
 from holdfast.errors import BrokerRefused, BrokerUnavailable
-from holdfast.testing.contract.brokers import (
-    Bench,
-    BrokerContract,
-    BrokerFaultContract,
-    BrokerHarness,
-    equals,
-    eventually,
-)
+from holdfast.testing.contract.broker_harness import BrokerHarness, BrokerRig, equals, eventually
+from holdfast.testing.contract.brokers import BrokerContract, BrokerFaultContract
+from holdfast.verification.chaos.servers import free_port
 from tests.brokers.rabbitmq_server import PASSWORD, STRANGER, USER, RabbitServer
 from tests.certificates import make_certificates
 from tests.servers import find_server
@@ -40,9 +35,9 @@ from tools.servers import RABBITMQ
 Client = TypeVar("Client", bound=QueueAdapter | Publisher)
 
 
-def connection_to(server: RabbitServer, **settings: Any) -> RabbitConnection:
+def connection_to(server: RabbitServer, **settings: Any) -> RabbitConfig:
     known = {"host": "127.0.0.1", "port": server.port, "user": USER, "password": PASSWORD, "timeout_s": 5}
-    return RabbitConnection.model_validate(known | settings)
+    return RabbitConfig.model_validate(known | settings)
 
 
 class RabbitHarness(BrokerHarness):
@@ -101,8 +96,8 @@ class RabbitHarness(BrokerHarness):
         await (await self.channel()).declare_queue(self.dead_letters(queue), durable=True, arguments=full)
         return True
 
-    def impossible(self, topic: str, key: str) -> Outgoing:
-        return Outgoing(topic, b"impossible", {"x" * 256: "too long a name"}, key, "event-impossible")
+    def impossible(self, topic: str, key: str) -> OutgoingMessage:
+        return OutgoingMessage(topic, b"impossible", {"x" * 256: "too long a name"}, key, "event-impossible")
 
     async def kill_broker(self) -> None:
         for queue in self._queues:
@@ -154,8 +149,8 @@ async def harness(rabbitmq_server: RabbitServer) -> AsyncIterator[RabbitHarness]
 
 
 @pytest.fixture
-async def bench(harness: RabbitHarness) -> AsyncIterator[Bench]:
-    bench = Bench(harness, await harness.new_queue())
+async def bench(harness: RabbitHarness) -> AsyncIterator[BrokerRig]:
+    bench = BrokerRig(harness, await harness.new_queue())
     yield bench
     await bench.close()
 
@@ -168,7 +163,7 @@ class TestFaultContract(BrokerFaultContract):
 
 @pytest.mark.faults
 async def test_a_broker_killed_in_mid_batch_loses_nothing_that_it_confirmed(mortal: RabbitHarness) -> None:
-    bench = Bench(mortal, await mortal.new_queue())
+    bench = BrokerRig(mortal, await mortal.new_queue())
     publisher = await bench.publisher()
     reader = await bench.reader(prefetch=50)
     confirmed: set[bytes | None] = set()
@@ -209,12 +204,14 @@ async def test_publishing_to_a_broker_that_stands_still_comes_back_in_time(morta
     await publisher.connect()
     mortal.server.pause()
     try:
-        answers = await asyncio.wait_for(publisher.publish([Outgoing(queue, b"1", {}), Outgoing(queue, b"2", {})]), 5)
+        answers = await asyncio.wait_for(
+            publisher.publish([OutgoingMessage(queue, b"1", {}), OutgoingMessage(queue, b"2", {})]), 5
+        )
         assert [type(answer) for answer in answers] == [BrokerUnavailable] * 2
         assert not await publisher.health_check()
     finally:
         mortal.server.resume()
-    assert await publisher.publish([Outgoing(queue, b"3", {})]) == [None]
+    assert await publisher.publish([OutgoingMessage(queue, b"3", {})]) == [None]
     await publisher.close()
 
 
@@ -227,7 +224,7 @@ async def test_tls_with_an_authority_of_ones_own(harness: RabbitHarness, tmp_pat
     publisher, adapter = RabbitPublisher(trusting), RabbitAdapter(trusting, queue, "readers")
     await publisher.connect()
     await adapter.connect()
-    assert await publisher.publish([Outgoing(queue, b"safe", {})]) == [None]
+    assert await publisher.publish([OutgoingMessage(queue, b"safe", {})]) == [None]
     assert (await anext(aiter(adapter.consume()))).body == b"safe"
     await publisher.close()
     await adapter.close()
@@ -239,7 +236,7 @@ async def test_tls_with_an_authority_of_ones_own(harness: RabbitHarness, tmp_pat
     careless = RabbitPublisher(connection_to(server, **secure, verify=False))
     await careless.connect()
     await careless.close()
-    by_url = RabbitConnection.model_validate(
+    by_url = RabbitConfig.model_validate(
         {"url": f"amqps://{USER}:{PASSWORD}@localhost:{server.tls_port}/", "ca_file": str(server.tls.ca)}
     )
     named = RabbitPublisher(by_url)
@@ -261,7 +258,7 @@ async def test_wrong_credentials_are_told_and_never_shown(
         "parts": {"host": "127.0.0.1", "port": port, "user": USER, "password": secret},
         "virtual host": {"host": "127.0.0.1", "port": port, "user": USER, "password": PASSWORD, "virtual_host": "no"},
     }
-    connection = RabbitConnection.model_validate(ways[how])
+    connection = RabbitConfig.model_validate(ways[how])
     seen = [repr(connection), str(connection)]
     for client in (RabbitAdapter(connection, "queue", "readers"), RabbitPublisher(connection)):
         with pytest.raises(BrokerRefused) as caught:
@@ -301,7 +298,7 @@ async def test_a_missing_queue_is_made_unless_that_is_not_wanted(harness: Rabbit
         await adapter.close()
 
 
-async def test_deliveries_are_counted_by_a_quorum_queue(bench: Bench) -> None:
+async def test_deliveries_are_counted_by_a_quorum_queue(bench: BrokerRig) -> None:
     await bench.publish(b"one")
     reader = await bench.reader()
     for count in (1, 2, 3):
@@ -315,14 +312,14 @@ async def test_deliveries_are_counted_by_a_quorum_queue(bench: Bench) -> None:
     assert "x-delivery-count" not in again.headers
 
 
-async def test_what_no_queue_takes_is_refused_and_the_rest_is_written(bench: Bench, namespace: str) -> None:
+async def test_what_no_queue_takes_is_refused_and_the_rest_is_written(bench: BrokerRig, namespace: str) -> None:
     publisher = await bench.publisher()
     messages = [
-        Outgoing(namespace, b"nowhere", {}, "k", "same-id"),
-        Outgoing(namespace, b"nowhere either", {}, "k", "id-2"),
+        OutgoingMessage(namespace, b"nowhere", {}, "k", "same-id"),
+        OutgoingMessage(namespace, b"nowhere either", {}, "k", "id-2"),
         # Another message with the id of one that comes back: the two are not mixed up.
-        Outgoing(bench.queue, b"somewhere", {}, "k", "same-id"),
-        Outgoing(namespace, b"nowhere, without key", {}),
+        OutgoingMessage(bench.queue, b"somewhere", {}, "k", "same-id"),
+        OutgoingMessage(namespace, b"nowhere, without key", {}),
     ]
     answers = await publisher.publish(messages)
     assert [type(answer) for answer in answers] == [BrokerRefused, BrokerRefused, type(None), BrokerRefused]
@@ -330,35 +327,39 @@ async def test_what_no_queue_takes_is_refused_and_the_rest_is_written(bench: Ben
     assert (await (await bench.reader()).one()).body == b"somewhere"
 
 
-async def test_an_exchange_takes_the_topic_as_routing_key(bench: Bench, harness: RabbitHarness, namespace: str) -> None:
+async def test_an_exchange_takes_the_topic_as_routing_key(
+    bench: BrokerRig, harness: RabbitHarness, namespace: str
+) -> None:
     channel = await harness.channel()
     exchange = await channel.declare_exchange(namespace, aio_pika.ExchangeType.TOPIC)
     await (await channel.get_queue(bench.queue)).bind(exchange, "orders.*")
     publisher = RabbitPublisher(connection_to(harness.server, exchange=namespace))
     await publisher.connect()
-    answers = await publisher.publish([Outgoing("orders.paid", b"yes", {}), Outgoing("letters", b"no", {})])
+    answers = await publisher.publish(
+        [OutgoingMessage("orders.paid", b"yes", {}), OutgoingMessage("letters", b"no", {})]
+    )
     assert [type(answer) for answer in answers] == [type(None), BrokerRefused]
     message = await (await bench.reader()).one()
     assert (message.body, message.metadata["routing_key"]) == (b"yes", "orders.paid")
     await publisher.close()
 
 
-async def test_what_the_protocol_cannot_carry_costs_nobody_a_connection(bench: Bench) -> None:
+async def test_what_the_protocol_cannot_carry_costs_nobody_a_connection(bench: BrokerRig) -> None:
     publisher = await bench.publisher()
     channel = publisher._channel  # type: ignore[attr-defined]
     bad = [
-        Outgoing(bench.queue, b"", {"x" * 256: "1"}),
-        Outgoing(bench.queue, b"", {"x": "1" * 200_000}),
-        Outgoing("q" * 256, b"", {}),
-        Outgoing(bench.queue, b"", {}, message_id="i" * 256),
-        Outgoing(bench.queue, bytes(17 * 1024 * 1024), {}),
+        OutgoingMessage(bench.queue, b"", {"x" * 256: "1"}),
+        OutgoingMessage(bench.queue, b"", {"x": "1" * 200_000}),
+        OutgoingMessage("q" * 256, b"", {}),
+        OutgoingMessage(bench.queue, b"", {}, message_id="i" * 256),
+        OutgoingMessage(bench.queue, bytes(17 * 1024 * 1024), {}),
     ]
     answers = await publisher.publish([*bad, bench.outgoing(b"good")])
     assert [type(answer) for answer in answers] == [BrokerRefused] * len(bad) + [type(None)]
     assert publisher._channel is channel  # type: ignore[attr-defined]
 
 
-async def test_messages_of_other_writers_come_whatever_is_in_them(bench: Bench, harness: RabbitHarness) -> None:
+async def test_messages_of_other_writers_come_whatever_is_in_them(bench: BrokerRig, harness: RabbitHarness) -> None:
     odd: dict[str, Any] = {
         "Number": 7,
         "truth": True,
@@ -384,7 +385,7 @@ async def test_messages_of_other_writers_come_whatever_is_in_them(bench: Bench, 
     assert (message.body, message.key, message.deliveries) == (b"odd", "", 1)
 
 
-async def test_equal_messages_without_id_are_two_messages(bench: Bench, harness: RabbitHarness) -> None:
+async def test_equal_messages_without_id_are_two_messages(bench: BrokerRig, harness: RabbitHarness) -> None:
     await harness.write_plain(bench.queue, b"tick", b"tick")
     reader = await bench.reader(prefetch=2)
     first = await reader.take(2)
@@ -397,7 +398,7 @@ async def test_equal_messages_without_id_are_two_messages(bench: Bench, harness:
     assert [message.deliveries for message in again] == [2, 2]
 
 
-async def test_a_message_without_id_can_be_known_by_what_is_in_it(bench: Bench, harness: RabbitHarness) -> None:
+async def test_a_message_without_id_can_be_known_by_what_is_in_it(bench: BrokerRig, harness: RabbitHarness) -> None:
     await harness.write_plain(bench.queue, b"one", b"two", b"two")
     adapter = RabbitAdapter(connection_to(harness.server, without_id="digest"), bench.queue, "readers")
     await adapter.connect()
@@ -410,14 +411,14 @@ async def test_a_message_without_id_can_be_known_by_what_is_in_it(bench: Bench, 
     assert sorted(message.message_id for message in again) == sorted(message.message_id for message in first)
 
 
-async def test_the_key_may_have_another_header(bench: Bench, harness: RabbitHarness) -> None:
+async def test_the_key_may_have_another_header(bench: BrokerRig, harness: RabbitHarness) -> None:
     await bench.publish(b"one", Order_Id="7")
     adapter = RabbitAdapter(connection_to(harness.server, key_header="Order-Id"), bench.queue, "readers")
     await adapter.connect()
     assert (await bench.read(adapter).one()).key == "7"
 
 
-async def test_a_queue_that_is_deleted_is_made_again(bench: Bench, harness: RabbitHarness) -> None:
+async def test_a_queue_that_is_deleted_is_made_again(bench: BrokerRig, harness: RabbitHarness) -> None:
     reader = await bench.reader()
     await bench.publish(b"old")
     old = await reader.one()
@@ -431,7 +432,7 @@ async def test_a_queue_that_is_deleted_is_made_again(bench: Bench, harness: Rabb
     assert await reader.adapter.health_check()
 
 
-async def test_a_paused_consumer_stays_connected_and_is_no_consumer(bench: Bench, harness: RabbitHarness) -> None:
+async def test_a_paused_consumer_stays_connected_and_is_no_consumer(bench: BrokerRig, harness: RabbitHarness) -> None:
     reader = await bench.reader()
     await bench.publish(b"one")
     await reader.handle(1)
@@ -450,7 +451,7 @@ async def test_a_paused_consumer_stays_connected_and_is_no_consumer(bench: Bench
 
 async def test_a_single_active_consumer_is_had_by_setting(harness: RabbitHarness, namespace: str) -> None:
     connection = connection_to(harness.server, single_active_consumer=True)
-    bench = Bench(harness, namespace)
+    bench = BrokerRig(harness, namespace)
     adapters = [RabbitAdapter(connection, namespace, "readers") for _ in range(2)]
     for adapter in adapters:
         await adapter.connect()
@@ -473,10 +474,10 @@ def test_a_connection_says_what_is_wrong_with_it() -> None:
         ({"hosts": "a"}, "hosts"),
     ):
         with pytest.raises(ValidationError, match=wrong):
-            RabbitConnection.model_validate(settings)
+            RabbitConfig.model_validate(settings)
 
 
-async def test_a_message_that_may_be_no_larger_becomes_a_dead_letter(bench: Bench, harness: RabbitHarness) -> None:
+async def test_a_message_that_may_be_no_larger_becomes_a_dead_letter(bench: BrokerRig, harness: RabbitHarness) -> None:
     """Even if it is larger than what we may publish, or has no room for its story."""
     channel = await harness.channel()
     large = aio_pika.Message(b"x" * 2_000, headers={"x-long": "h" * 99_000}, message_id="m")
@@ -490,7 +491,7 @@ async def test_a_message_that_may_be_no_larger_becomes_a_dead_letter(bench: Benc
 
 @pytest.mark.parametrize("failure", [Exception(), asyncio.CancelledError()], ids=["bare", "cancelled"])
 async def test_whatever_ends_a_reconnection_another_one_is_tried(
-    bench: Bench, harness: RabbitHarness, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+    bench: BrokerRig, harness: RabbitHarness, monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
     """aiormq ends calls that are under way with either, when a connection goes."""
     reader = await bench.reader()

@@ -12,7 +12,13 @@ from aio_pika.tools import CallbackCollection
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.brokers.rabbitmq_link import ConsumerLink, Link, RabbitConnection, translated, unchained
+from holdfast.brokers.rabbitmq_connection import (
+    RabbitConfig,
+    RabbitConnection,
+    RabbitConsumerConnection,
+    safe_cause,
+    translate,
+)
 
 
 class Broker:
@@ -64,7 +70,7 @@ def test_every_message_gets_what_was_said_of_it(steps: list[tuple[int, str, int]
 
     async def run() -> Broker:
         broker = Broker(range(1, 7))
-        link = ConsumerLink(RabbitConnection(), Connection())  # type: ignore[arg-type]
+        link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
         link.begin(broker)  # type: ignore[arg-type]
         link.in_hand.update(dict.fromkeys(broker.open))
         for tag, fate, turns in steps:
@@ -72,9 +78,9 @@ def test_every_message_gets_what_was_said_of_it(steps: list[tuple[int, str, int]
                 continue
             said[tag] = fate
             if fate == "acknowledged":
-                link.settle(tag)
+                link.ack(tag)
             else:
-                link.refuse(tag, requeue=fate == "requeued")
+                link.nack(tag, requeue=fate == "requeued")
             for _ in range(turns):
                 await asyncio.sleep(0)
         await link.close()
@@ -87,11 +93,11 @@ def test_every_message_gets_what_was_said_of_it(steps: list[tuple[int, str, int]
 
 async def test_many_acknowledgements_are_one_frame() -> None:
     broker = Broker(range(1, 1001))
-    link = ConsumerLink(RabbitConnection(), Connection())  # type: ignore[arg-type]
+    link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
     link.begin(broker)  # type: ignore[arg-type]
     link.in_hand.update(dict.fromkeys(range(1, 1001)))
     for tag in range(1, 1000):
-        link.settle(tag)
+        link.ack(tag)
     await link.close()
     assert (broker.frames, broker.open) == (1, {1000})
 
@@ -99,18 +105,18 @@ async def test_many_acknowledgements_are_one_frame() -> None:
 async def test_acknowledgements_wait_for_each_other_but_not_for_long() -> None:
     """At once for a share of what is in hand, which is all of it if there is no other; the rest after a moment."""
     broker = Broker(range(1, 101))
-    link = ConsumerLink(RabbitConnection(), Connection())  # type: ignore[arg-type]
+    link = RabbitConsumerConnection(RabbitConfig(), Connection())  # type: ignore[arg-type]
     link.begin(broker)  # type: ignore[arg-type]
     link.in_hand.update(dict.fromkeys(sorted(broker.open)))
     for tag in range(1, 101):
-        link.settle(tag)
+        link.ack(tag)
         await asyncio.sleep(0)
     while broker.open:  # noqa: ASYNC110 - it has no event for this
         await asyncio.sleep(0.001)
     assert broker.frames < 20
     broker.open.update(range(101, 201))
     link.in_hand.update(dict.fromkeys(range(101, 201)))
-    link.settle(101)
+    link.ack(101)
     async with asyncio.timeout(10):
         while 101 in broker.open:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -125,17 +131,17 @@ URL = f"amqp://shop:{quote(SECRET, safe='')}@rabbit:5672/"
     "settings", [{"url": URL}, {"host": "rabbit", "user": "shop", "password": SECRET}], ids=["url", "parts"]
 )
 async def test_what_a_library_says_of_a_password_is_blotted_out(settings: dict[str, Any]) -> None:
-    connection = RabbitConnection.model_validate(settings)
+    connection = RabbitConfig.model_validate(settings)
     hidden = (SECRET, quote(SECRET, safe=""))
     for said in (*hidden, f"cannot reach {URL}", f"PLAIN \0shop\0{SECRET}"):
         error = ConnectionError(said)
-        told = translated(error, connection)
+        told = translate(error, connection)
         assert told.__cause__ is None
-        assert unchained(error, connection) is None
-        link = Link(connection, Connection())  # type: ignore[arg-type]
+        assert safe_cause(error, connection) is None
+        link = RabbitConnection(connection, Connection())  # type: ignore[arg-type]
         link.fail(error)
         for text in (str(told), repr(told), link.reason):
             assert not any(each in text for each in hidden)
     harmless = ConnectionError("no route to host")
-    assert unchained(harmless, connection) is harmless
-    assert "no route to host" in str(translated(harmless, connection))
+    assert safe_cause(harmless, connection) is harmless
+    assert "no route to host" in str(translate(harmless, connection))

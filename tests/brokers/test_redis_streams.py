@@ -11,11 +11,13 @@ import pytest
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from holdfast.brokers.port import Outgoing
-from holdfast.brokers.redis_streams import RedisAdapter, RedisConnection, RedisPublisher, _Held
-from holdfast.chaos.servers import RedisServer, free_port
+from holdfast.brokers.port import OutgoingMessage
+from holdfast.brokers.redis_connection import RedisConfig, RedisPublisher
+from holdfast.brokers.redis_streams import RedisAdapter, _PendingEntry
 from holdfast.errors import BrokerRefused, BrokerUnavailable
-from holdfast.testing.contract.brokers import Bench, BrokerContract, BrokerFaultContract, BrokerHarness, eventually
+from holdfast.testing.contract.broker_harness import BrokerHarness, BrokerRig, eventually
+from holdfast.testing.contract.brokers import BrokerContract, BrokerFaultContract
+from holdfast.verification.chaos.servers import RedisServer, free_port
 from tests.conftest import MakeServer
 
 pytestmark = pytest.mark.redis
@@ -36,8 +38,8 @@ class RedisStreamsHarness(BrokerHarness):
         self.redis: Any = Redis.from_url(url)
         self._made: list[RedisAdapter | RedisPublisher] = []
 
-    def connection(self, **options: Any) -> RedisConnection:
-        return RedisConnection.model_validate({**self._options, **options})
+    def connection(self, **options: Any) -> RedisConfig:
+        return RedisConfig.model_validate({**self._options, **options})
 
     async def new_queue(self) -> str:
         self._queues += 1
@@ -66,8 +68,8 @@ class RedisStreamsHarness(BrokerHarness):
         await self.redis.set(self.dead_letters(queue), "no stream")
         return True
 
-    def impossible(self, topic: str, key: str) -> Outgoing:
-        return Outgoing(topic, b"", {"body": "there is one already"}, key)
+    def impossible(self, topic: str, key: str) -> OutgoingMessage:
+        return OutgoingMessage(topic, b"", {"body": "there is one already"}, key)
 
     async def kill_broker(self) -> None:
         assert self._server is not None
@@ -91,8 +93,8 @@ async def harness(request: pytest.FixtureRequest, namespace: str) -> AsyncIterat
 
 
 @pytest.fixture
-async def bench(harness: RedisStreamsHarness) -> AsyncIterator[Bench]:
-    bench = Bench(harness, await harness.new_queue())
+async def bench(harness: RedisStreamsHarness) -> AsyncIterator[BrokerRig]:
+    bench = BrokerRig(harness, await harness.new_queue())
     yield bench
     await bench.close()
 
@@ -117,7 +119,9 @@ async def abandoned(adapter: RedisAdapter) -> None:
     await asyncio.gather(*adapter._tasks, return_exceptions=True)
 
 
-async def test_what_a_dead_consumer_had_is_taken_over_and_counted(bench: Bench, harness: RedisStreamsHarness) -> None:
+async def test_what_a_dead_consumer_had_is_taken_over_and_counted(
+    bench: BrokerRig, harness: RedisStreamsHarness
+) -> None:
     await bench.publish(b"one", key="k", x_note="n")
     dead = harness.adapter(bench.queue)
     await dead.connect()
@@ -129,7 +133,7 @@ async def test_what_a_dead_consumer_had_is_taken_over_and_counted(bench: Bench, 
     assert (again.message_id, again.body, again.key, again.deliveries) == (first.message_id, b"one", "k", 2)
     assert not dead.owns(first)
     # Too late: the other's delivery is the one that counts.
-    dead._held[first] = _Held(first, 1, inf)
+    dead._held[first] = _PendingEntry(first, 1, inf)
     await dead.ack(first)
     assert (await harness.redis.xpending(bench.queue, "readers"))["pending"] == 1
     await heir.adapter.ack(again)
@@ -138,7 +142,7 @@ async def test_what_a_dead_consumer_had_is_taken_over_and_counted(bench: Bench, 
     assert [row["name"].decode() for row in consumers] == [again.metadata["consumer"]]
 
 
-async def test_what_is_requeued_comes_before_what_is_younger(bench: Bench, harness: RedisStreamsHarness) -> None:
+async def test_what_is_requeued_comes_before_what_is_younger(bench: BrokerRig, harness: RedisStreamsHarness) -> None:
     await bench.publish(*[b"%d" % number for number in range(4)], key="k")
     adapter = harness.adapter(bench.queue)
     await adapter.connect()
@@ -150,7 +154,7 @@ async def test_what_is_requeued_comes_before_what_is_younger(bench: Bench, harne
     assert [(message.body, message.deliveries) for message in again] == [(b"0", 2), (b"1", 2), (b"2", 1), (b"3", 1)]
 
 
-async def test_a_message_in_hand_is_kept_for_longer_than_the_visibility_time(bench: Bench) -> None:
+async def test_a_message_in_hand_is_kept_for_longer_than_the_visibility_time(bench: BrokerRig) -> None:
     await bench.publish(b"long")
     worker = await bench.reader()
     message = await worker.one()
@@ -161,7 +165,7 @@ async def test_a_message_in_hand_is_kept_for_longer_than_the_visibility_time(ben
 
 
 async def test_a_message_that_was_sent_and_never_arrived_is_delivered(
-    bench: Bench, harness: RedisStreamsHarness
+    bench: BrokerRig, harness: RedisStreamsHarness
 ) -> None:
     await bench.publish(b"lost")
     adapter = harness.adapter(bench.queue)
@@ -173,7 +177,7 @@ async def test_a_message_that_was_sent_and_never_arrived_is_delivered(
 
 @pytest.mark.parametrize("end", ["leaves", "dies"])
 async def test_pending_entries_that_were_deleted_are_forgotten(
-    bench: Bench, harness: RedisStreamsHarness, end: str
+    bench: BrokerRig, harness: RedisStreamsHarness, end: str
 ) -> None:
     await bench.publish(b"deleted", b"kept")
     first = harness.adapter(bench.queue)
@@ -189,7 +193,7 @@ async def test_pending_entries_that_were_deleted_are_forgotten(
 
 
 async def test_what_is_given_back_need_not_wait_for_the_visibility_time(
-    bench: Bench, harness: RedisStreamsHarness
+    bench: BrokerRig, harness: RedisStreamsHarness
 ) -> None:
     await bench.publish(b"one")
     first, second = (harness.adapter(bench.queue, visibility_timeout_s=600) for _ in range(2))
@@ -202,7 +206,7 @@ async def test_what_is_given_back_need_not_wait_for_the_visibility_time(
     assert (await other.handle(1))[0].message_id == message.message_id
 
 
-async def test_consumers_that_left_are_not_remembered(bench: Bench, harness: RedisStreamsHarness) -> None:
+async def test_consumers_that_left_are_not_remembered(bench: BrokerRig, harness: RedisStreamsHarness) -> None:
     await bench.publish(b"one")
     for _ in range(3):
         reader = await bench.reader()
@@ -213,7 +217,7 @@ async def test_consumers_that_left_are_not_remembered(bench: Bench, harness: Red
 
 
 async def test_a_stream_that_was_deleted_is_read_again_when_it_is_back(
-    bench: Bench, harness: RedisStreamsHarness
+    bench: BrokerRig, harness: RedisStreamsHarness
 ) -> None:
     reader = await bench.reader()
     await bench.publish(b"before")
@@ -224,20 +228,20 @@ async def test_a_stream_that_was_deleted_is_read_again_when_it_is_back(
 
 
 @pytest.mark.parametrize("field", ["body", "payload", "data"])
-async def test_entries_of_others_are_understood(bench: Bench, harness: RedisStreamsHarness, field: str) -> None:
+async def test_entries_of_others_are_understood(bench: BrokerRig, harness: RedisStreamsHarness, field: str) -> None:
     await harness.redis.xadd(bench.queue, {field: b"\xff\x00", "key": "k", "X-Event-Name": "paid", "odd": b"\xff"})
     message = await (await bench.reader()).one()
     assert (message.body, message.key) == (b"\xff\x00", "k")
     assert message.headers == {"x-event-name": "paid", "odd": "\ufffd"}
 
 
-async def test_an_entry_without_a_body_has_an_empty_one(bench: Bench, harness: RedisStreamsHarness) -> None:
+async def test_an_entry_without_a_body_has_an_empty_one(bench: BrokerRig, harness: RedisStreamsHarness) -> None:
     await harness.redis.xadd(bench.queue, {"id": "5"})
     message = await (await bench.reader()).one()
     assert (message.body, message.headers) == (b"", {"id": "5"})
 
 
-async def test_what_is_acknowledged_is_deleted_on_request(bench: Bench, harness: RedisStreamsHarness) -> None:
+async def test_what_is_acknowledged_is_deleted_on_request(bench: BrokerRig, harness: RedisStreamsHarness) -> None:
     await bench.publish(b"one", b"two", b"three")
     adapter = harness.adapter(bench.queue, delete_acknowledged=True)
     await adapter.connect()
@@ -249,7 +253,7 @@ async def test_what_is_acknowledged_is_deleted_on_request(bench: Bench, harness:
     assert await adapter.lag() == 0
 
 
-async def test_streams_are_trimmed_on_request(bench: Bench, harness: RedisStreamsHarness) -> None:
+async def test_streams_are_trimmed_on_request(bench: BrokerRig, harness: RedisStreamsHarness) -> None:
     publisher = harness.publisher(max_length=100)
     await publisher.connect()
     for _ in range(5):
@@ -259,10 +263,10 @@ async def test_streams_are_trimmed_on_request(bench: Bench, harness: RedisStream
 
 
 async def test_a_topic_that_is_no_stream_is_refused_and_the_others_are_written(
-    bench: Bench, harness: RedisStreamsHarness
+    bench: BrokerRig, harness: RedisStreamsHarness
 ) -> None:
     await harness.redis.set(f"{bench.queue}:text", "no stream")
-    wrong = Outgoing(f"{bench.queue}:text", b"1", {}, "k")
+    wrong = OutgoingMessage(f"{bench.queue}:text", b"1", {}, "k")
     first, second, third = await (await bench.publisher()).publish([wrong, bench.outgoing(b"1"), wrong])
     assert isinstance(first, BrokerRefused)
     assert isinstance(third, BrokerRefused)
@@ -276,7 +280,7 @@ async def test_a_topic_that_is_no_stream_is_refused_and_the_others_are_written(
 async def test_a_full_server_takes_all_of_a_call_or_nothing(make_redis: MakeServer, namespace: str) -> None:
     server = make_redis(maxmemory="4mb", maxmemory_policy="noeviction")
     harness = RedisStreamsHarness(server.url, namespace, server)
-    bench = Bench(harness, await harness.new_queue())
+    bench = BrokerRig(harness, await harness.new_queue())
     publisher = await bench.publisher()
     written, answers = 0, list[BrokerUnavailable | None]()
     for _ in range(100):
@@ -295,7 +299,7 @@ async def test_a_full_server_takes_all_of_a_call_or_nothing(make_redis: MakeServ
 async def test_a_server_that_stops_answering_is_noticed(make_redis: MakeServer, namespace: str) -> None:
     server = make_redis()
     harness = RedisStreamsHarness(server.url, namespace, server, reply_timeout_s=0.5)
-    bench = Bench(harness, await harness.new_queue())
+    bench = BrokerRig(harness, await harness.new_queue())
     reader = await bench.reader()
     publisher = await bench.publisher()
     await bench.publish(b"one")
@@ -321,21 +325,21 @@ def test_a_connection_that_cannot_be_is_told() -> None:
         ({"host": "h"}, "Extra inputs"),
     ):
         with pytest.raises(ValueError, match=why):
-            RedisConnection.model_validate(options)
-    shown = repr(RedisConnection.model_validate({"url": f"redis://ann:{PASSWORD}@h", "password": PASSWORD}))
+            RedisConfig.model_validate(options)
+    shown = repr(RedisConfig.model_validate({"url": f"redis://ann:{PASSWORD}@h", "password": PASSWORD}))
     assert PASSWORD not in shown
 
 
 @pytest.mark.parametrize("entry_id", ["1763247000000000000-1", "18446744073709551614-3"])
 async def test_an_entry_with_an_id_that_is_no_time_comes_like_any_other(
-    bench: Bench, harness: RedisStreamsHarness, entry_id: str
+    bench: BrokerRig, harness: RedisStreamsHarness, entry_id: str
 ) -> None:
     await harness.redis.xadd(bench.queue, {"body": "one"}, id=entry_id)
     (message,) = await (await bench.reader()).handle(1)
     assert (message.message_id, message.body) == (entry_id, b"one")
 
 
-async def test_a_fetch_that_ends_in_an_unknown_way_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fetch_that_ends_in_an_unknown_way_is_told(bench: BrokerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a consumer that reads nothing would look like a quiet stream."""
     adapter = bench.harness.adapter(bench.queue)
     await adapter.connect()
@@ -352,6 +356,6 @@ async def test_a_fetch_that_ends_in_an_unknown_way_is_told(bench: Bench, monkeyp
 
 def test_a_url_that_cannot_be_read_does_not_show_its_password() -> None:
     with pytest.raises(ValidationError, match="cannot be read") as caught:
-        RedisConnection.model_validate({"url": "redis://:pass/word@host:6379/0"})
+        RedisConfig.model_validate({"url": "redis://:pass/word@host:6379/0"})
     assert "pass/" not in str(caught.value)
     assert "'pass'" not in str(caught.value)

@@ -17,31 +17,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
-from holdfast.brokers.sqs import SqsAdapter, SqsConnection, SqsPublisher
-from holdfast.brokers.sqs_client import SqsClient, dlq_of
-from holdfast.brokers.sqs_messages import decoded, encoded, size_of
-from holdfast.chaos.proxy import Proxy
-from holdfast.chaos.servers import free_port
+from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage
+from holdfast.brokers.sqs import SqsAdapter
+from holdfast.brokers.sqs_connection import SqsClient, SqsConfig, decode, default_dlq_name, encode, size_of
+from holdfast.brokers.sqs_publisher import SqsPublisher
 from holdfast.errors import BrokerRefused
-from holdfast.testing.contract.brokers import (
-    Bench,
-    BrokerContract,
-    BrokerFaultContract,
-    BrokerHarness,
-    DeliveryContract,
-    MessageContract,
-    Reader,
-    by_key,
-    equals,
-    eventually,
-)
+from holdfast.testing.contract.broker_harness import BrokerHarness, BrokerRig, MessageReader, by_key, equals, eventually
+from holdfast.testing.contract.brokers import BrokerContract, BrokerFaultContract, DeliveryContract, MessageContract
+from holdfast.verification.chaos.proxy import Proxy
+from holdfast.verification.chaos.servers import free_port
 from tests.brokers.sqs_server import ACCESS_KEY, REGION, SECRET_KEY, SqsServer
 
 Client = TypeVar("Client", bound=QueueAdapter | Publisher)
 
 
-def connection_to(port: int, **settings: Any) -> SqsConnection:
+def connection_to(port: int, **settings: Any) -> SqsConfig:
     known = {
         "endpoint_url": f"http://127.0.0.1:{port}",
         "region": REGION,
@@ -52,7 +42,7 @@ def connection_to(port: int, **settings: Any) -> SqsConnection:
         "wait_time_s": 0,
         "timeout_s": 5,
     }
-    return SqsConnection.model_validate(known | settings)
+    return SqsConfig.model_validate(known | settings)
 
 
 class SqsHarness(BrokerHarness):
@@ -97,7 +87,7 @@ class SqsHarness(BrokerHarness):
         return self._made(SqsPublisher(connection_to(free_port())))
 
     def dead_letters(self, queue: str) -> str:
-        return dlq_of(queue)
+        return default_dlq_name(queue)
 
     async def kill_broker(self) -> None:
         assert self.proxy is not None
@@ -120,8 +110,8 @@ class SqsHarness(BrokerHarness):
         answer = await self.client.call("get_queue_attributes", QueueUrl=url, AttributeNames=names)
         return [answer["Attributes"][name] for name in names] == ["0", "0"]
 
-    def impossible(self, topic: str, key: str) -> Outgoing:
-        return Outgoing(topic, b"x" * 300_000, {}, key, "event-impossible")
+    def impossible(self, topic: str, key: str) -> OutgoingMessage:
+        return OutgoingMessage(topic, b"x" * 300_000, {}, key, "event-impossible")
 
 
 @pytest.fixture
@@ -132,8 +122,8 @@ async def harness(sqs_server: SqsServer) -> AsyncIterator[SqsHarness]:
 
 
 @pytest.fixture
-async def bench(harness: SqsHarness) -> AsyncIterator[Bench]:
-    bench = Bench(harness, await harness.new_queue())
+async def bench(harness: SqsHarness) -> AsyncIterator[BrokerRig]:
+    bench = BrokerRig(harness, await harness.new_queue())
     yield bench
     await bench.close()
 
@@ -146,8 +136,8 @@ async def fifo_harness(sqs_server: SqsServer) -> AsyncIterator[SqsHarness]:
 
 
 @pytest.fixture
-async def fifo_bench(fifo_harness: SqsHarness) -> AsyncIterator[Bench]:
-    bench = Bench(fifo_harness, await fifo_harness.new_queue())
+async def fifo_bench(fifo_harness: SqsHarness) -> AsyncIterator[BrokerRig]:
+    bench = BrokerRig(fifo_harness, await fifo_harness.new_queue())
     yield bench
     await bench.close()
 
@@ -178,7 +168,7 @@ class TestFaultContract(BrokerFaultContract):
             await harness.close()
 
 
-async def test_a_message_in_hand_is_prolonged_and_comes_to_nobody_else(bench: Bench, harness: SqsHarness) -> None:
+async def test_a_message_in_hand_is_prolonged_and_comes_to_nobody_else(bench: BrokerRig, harness: SqsHarness) -> None:
     """Also while the consumer is paused."""
     await bench.publish(b"mine")
     holder = await bench.reader(visibility_timeout_s=2)
@@ -195,7 +185,7 @@ async def test_a_message_in_hand_is_prolonged_and_comes_to_nobody_else(bench: Be
 
 @pytest.mark.faults
 async def test_a_message_that_cannot_be_prolonged_is_ours_no_longer(
-    bench: Bench, harness: SqsHarness, sqs_server: SqsServer
+    bench: BrokerRig, harness: SqsHarness, sqs_server: SqsServer
 ) -> None:
     await bench.publish(b"lost")
     async with Proxy(sqs_server.port) as proxy:
@@ -218,7 +208,7 @@ async def test_a_message_that_cannot_be_prolonged_is_ours_no_longer(
     assert await harness.is_empty(bench.queue)
 
 
-async def test_settled_messages_are_told_once_sqs_is_reached_again(bench: Bench, sqs_server: SqsServer) -> None:
+async def test_settled_messages_are_told_once_sqs_is_reached_again(bench: BrokerRig, sqs_server: SqsServer) -> None:
     await bench.publish(*[b"%d" % number for number in range(12)])
     async with Proxy(sqs_server.port) as proxy:
         adapter = await bench.adapter(port=proxy.port, prefetch=20)
@@ -237,19 +227,19 @@ async def test_settled_messages_are_told_once_sqs_is_reached_again(bench: Bench,
     await bench.read(adapter).quiet()
 
 
-async def test_a_standard_queue_carries_the_key_in_a_header(bench: Bench) -> None:
+async def test_a_standard_queue_carries_the_key_in_a_header(bench: BrokerRig) -> None:
     await bench.publish(b"one", key="Schlüssel 1", x_event_name="paid")
     message = await (await bench.reader()).one()
     assert (message.key, message.headers) == ("Schlüssel 1", {"x-event-name": "paid"})
 
 
-async def test_order_per_key_on_a_fifo_queue_of_two_consumers(fifo_bench: Bench) -> None:
+async def test_order_per_key_on_a_fifo_queue_of_two_consumers(fifo_bench: BrokerRig) -> None:
     publisher = await fifo_bench.publisher()
     sent = [fifo_bench.outgoing(b"%d" % number, key=f"key-{number % 4}") for number in range(40)]
     assert await publisher.publish(sent) == [None] * 40
     came: list[RawMessage] = []
 
-    async def work(reader: Reader) -> None:
+    async def work(reader: MessageReader) -> None:
         while len(came) < 40:
             for message in reader.waiting():
                 came.append(message)
@@ -262,7 +252,7 @@ async def test_order_per_key_on_a_fifo_queue_of_two_consumers(fifo_bench: Bench)
     assert by_key(came) == {f"key-{key}": [b"%d" % number for number in range(key, 40, 4)] for key in range(4)}
 
 
-async def test_the_same_event_published_twice_is_one_message_of_a_fifo_queue(fifo_bench: Bench) -> None:
+async def test_the_same_event_published_twice_is_one_message_of_a_fifo_queue(fifo_bench: BrokerRig) -> None:
     await fifo_bench.publish(b"once", key="k")
     await fifo_bench.publish(b"once", key="k")
     reader = await fifo_bench.reader()
@@ -270,7 +260,7 @@ async def test_the_same_event_published_twice_is_one_message_of_a_fifo_queue(fif
     await reader.quiet()
 
 
-async def test_with_a_message_that_is_lost_go_those_behind_it_in_its_group(fifo_bench: Bench) -> None:
+async def test_with_a_message_that_is_lost_go_those_behind_it_in_its_group(fifo_bench: BrokerRig) -> None:
     await fifo_bench.publish(b"1", b"2", b"3", key="late")
     await fifo_bench.publish(b"4", key="other")
     reader = await fifo_bench.reader(visibility_timeout_s=2)
@@ -285,7 +275,7 @@ async def test_with_a_message_that_is_lost_go_those_behind_it_in_its_group(fifo_
     assert adapter.owns(taken[b"4"])
 
 
-async def test_what_was_lost_is_not_held_on_to(bench: Bench) -> None:
+async def test_what_was_lost_is_not_held_on_to(bench: BrokerRig) -> None:
     await bench.publish(b"lost")
     reader = await bench.reader(visibility_timeout_s=2)
     adapter = reader.adapter
@@ -299,8 +289,8 @@ async def test_what_was_lost_is_not_held_on_to(bench: Bench) -> None:
     assert [adapter.owns(each) for each in (message, again)] == [False, True]
 
 
-async def test_a_long_poll_is_one_question_and_brings_a_message_at_once(bench: Bench) -> None:
-    adapter = await bench.adapter(wait_time_s=SqsConnection().wait_time_s)
+async def test_a_long_poll_is_one_question_and_brings_a_message_at_once(bench: BrokerRig) -> None:
+    adapter = await bench.adapter(wait_time_s=SqsConfig().wait_time_s)
     assert isinstance(adapter, SqsAdapter)
     asked = 0
     ask = adapter._ask
@@ -330,10 +320,13 @@ async def test_a_long_poll_is_one_question_and_brings_a_message_at_once(bench: B
     assert monotonic() - ending < 5
 
 
-async def test_what_is_too_large_is_refused_and_large_batches_are_divided(bench: Bench) -> None:
+async def test_what_is_too_large_is_refused_and_large_batches_are_divided(bench: BrokerRig) -> None:
     publisher = await bench.publisher()
     large = [bench.outgoing(b"%d" % number + b"x" * 100_000) for number in range(5)]
-    too_large = [Outgoing(bench.queue, b"x" * 262_145, {}), Outgoing(bench.queue, b"", {"x-note": "y" * 262_144})]
+    too_large = [
+        OutgoingMessage(bench.queue, b"x" * 262_145, {}),
+        OutgoingMessage(bench.queue, b"", {"x-note": "y" * 262_144}),
+    ]
     answers = await publisher.publish([*too_large, *large])
     assert [type(answer) for answer in answers] == [BrokerRefused] * 2 + [type(None)] * 5
     assert "over its limit of 262144" in str(answers[0])
@@ -341,7 +334,7 @@ async def test_what_is_too_large_is_refused_and_large_batches_are_divided(bench:
     assert {(message.body or b"")[:1] for message in await reader.handle(5)} == {b"0", b"1", b"2", b"3", b"4"}
 
 
-async def test_a_message_that_sqs_refuses_takes_no_other_along(bench: Bench, harness: SqsHarness) -> None:
+async def test_a_message_that_sqs_refuses_takes_no_other_along(bench: BrokerRig, harness: SqsHarness) -> None:
     # A queue with a limit of its own: SQS refuses the batch as a whole.
     url = await harness.client.url_of(bench.queue)
     await harness.client.call("set_queue_attributes", QueueUrl=url, Attributes={"MaximumMessageSize": "1024"})
@@ -357,15 +350,15 @@ async def test_a_queue_that_is_not_there_is_refused_or_made(harness: SqsHarness,
             await adapter.connect()
         publisher = harness.publisher()
         await publisher.connect()
-        (answer,) = await publisher.publish([Outgoing(name, b"1", {})])
+        (answer,) = await publisher.publish([OutgoingMessage(name, b"1", {})])
         assert isinstance(answer, BrokerRefused)
         adapter = harness.adapter(name, declare=True)
         await adapter.connect()
-        assert await publisher.publish([Outgoing(name, b"1", {})]) == [None]
+        assert await publisher.publish([OutgoingMessage(name, b"1", {})]) == [None]
         await adapter.close()
 
 
-async def test_a_refused_message_is_left_to_the_redrive_policy(bench: Bench, harness: SqsHarness) -> None:
+async def test_a_refused_message_is_left_to_the_redrive_policy(bench: BrokerRig, harness: SqsHarness) -> None:
     graveyard = await harness.new_queue()
     client = harness.client
     arn = (
@@ -420,7 +413,7 @@ KEYS = st.text(max_size=150)
 )
 def test_whatever_is_written_is_read(body: bytes, headers: dict[str, str], key: str, fifo: bool) -> None:
     headers = {name.lower(): value for name, value in headers.items()}
-    entry = encoded(Outgoing("queue", body, headers, key, "id"), fifo=fifo)
+    entry = encode(OutgoingMessage("queue", body, headers, key, "id"), fifo=fifo)
     attributes = entry.get("MessageAttributes", {})
     assert len(attributes) <= 10
     # What SQS allows.
@@ -438,17 +431,17 @@ def test_whatever_is_written_is_read(body: bytes, headers: dict[str, str], key: 
         "MessageAttributes": attributes,
         "Attributes": system,
     }
-    message = decoded(received, "queue")
+    message = decode(received, "queue")
     assert (message.body, dict(message.headers), message.key) == (body, headers, key)
 
 
 def test_dead_letters_have_a_name_that_sqs_allows() -> None:
-    assert (dlq_of("orders"), dlq_of("orders.fifo")) == ("orders-dlq", "orders-dlq.fifo")
+    assert (default_dlq_name("orders"), default_dlq_name("orders.fifo")) == ("orders-dlq", "orders-dlq.fifo")
 
 
-async def test_a_message_as_large_as_may_be_becomes_a_dead_letter(bench: Bench) -> None:
+async def test_a_message_as_large_as_may_be_becomes_a_dead_letter(bench: BrokerRig) -> None:
     """Without its story, for which there is no room."""
-    body = b"x" * (SqsConnection().max_message_bytes - 10)
+    body = b"x" * (SqsConfig().max_message_bytes - 10)
     await bench.publish(body)
     reader = await bench.reader()
     await reader.adapter.send_to_dlq(await reader.one(), "too bad", ["try 1"])
@@ -456,7 +449,9 @@ async def test_a_message_as_large_as_may_be_becomes_a_dead_letter(bench: Bench) 
     assert letter.body == body
 
 
-async def test_a_call_that_ends_in_an_unknown_way_is_made_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_ends_in_an_unknown_way_is_made_again(
+    bench: BrokerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = await bench.adapter()
     assert isinstance(adapter, SqsAdapter)
     library = adapter._client._client

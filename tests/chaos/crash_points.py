@@ -23,10 +23,10 @@ from random import Random
 from typing import Any, Final
 
 from holdfast import Holdfast
+from holdfast.core.history import check_history
 from holdfast.core.states import FINAL
-from holdfast.ledger.port import Position
+from holdfast.ledger.port.ledger import FeedPosition
 from holdfast.ledger.verify import verify_ledger
-from holdfast.testing.history import check_history
 from tests.chaos.crashing import Point, Seam, installed, points_of
 from tests.chaos.places import Place, RedisPlace, SqlitePlace
 from tests.chaos.process import Process
@@ -158,11 +158,11 @@ async def _is_quiet(seam: Seam, process: Process, world: World) -> bool:
             if any((await engine.stats(queue)).states.values()):
                 return False
             if process.place.apart:
-                projection, cut = process.ledger.projection, await engine.survey(queue, [])
+                projection, cut = process.ledger.projection, await engine.snapshot(queue, [])
                 assert projection is not None
-                if await projection.position(queue) != Position(cut.position, cut.nonce):
+                if await projection.position(queue) != FeedPosition(cut.position, cut.nonce):
                     return False
-                if await projection.unacked(queue, 1):
+                if await projection.unacked_dead_letters(queue, 1):
                     return False
         return True
     finally:
@@ -177,12 +177,12 @@ async def _check(process: Process, story: Story, world: World) -> None:
         assert view.state in FINAL, f"job {key} is {view.state}"
     if place.has_ledger:
         report = await verify_ledger(process.ledger.queries)
-        report.assert_sound(ended=True)
+        report.assert_valid(ended=True)
         assert story.forgets or report.jobs >= len(world.accepted)
         assert not report.anomalies, f"{report.anomalies} anomalies"
         assert story.forks or not report.forks, f"{report.forks} forks"
     else:
-        events = [event for entry in await engine.feed(QUEUE, "", 1_000) for event in entry.events]
+        events = [event for entry in await engine.read_feed(QUEUE, "", 1_000) for event in entry.events]
         check_history(events, ended=True)
     for key, times in world.acted.items():
         assert times == 1 or key in story.repeated, f"the effect {key} happened {times} times"
@@ -204,7 +204,7 @@ async def _check(process: Process, story: Story, world: World) -> None:
 @contextmanager
 def all_places(folder: Path, names: Sequence[str]) -> Iterator[list[Place]]:
     """Those that are wanted, on servers of their own."""
-    from holdfast.chaos.servers import PostgresServer, RedisServer
+    from holdfast.verification.chaos.servers import PostgresServer, RedisServer
     from tests.conftest import migrate
     from tests.servers import find_server
     from tools.servers import POSTGRES, REDIS

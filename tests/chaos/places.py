@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.core.job import Priority
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 from tests.chaos.crashing import scripts
 from tests.harness import RedisHarness
 

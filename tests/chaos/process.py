@@ -13,23 +13,23 @@ from functools import cached_property
 from typing import Any, Final
 
 from holdfast import Holdfast
-from holdfast.core.job import JobView
-from holdfast.core.verdict import Answer, Settlement
-from holdfast.effects.tools import Tools
-from holdfast.engine.port import MAX_BATCH, Engine
+from holdfast.core.job import MAX_BATCH, JobInfo
+from holdfast.core.verdict import Settlement, SettleResult
+from holdfast.effects.runtime import EffectRuntime
+from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable, Unavailable
-from holdfast.guard.approvals import Approvals
-from holdfast.ledger.port import Ledger
-from holdfast.offices import Offices
-from holdfast.upkeep.loop import Queues
+from holdfast.execution.spec import TaskSpec
+from holdfast.ledger.port.ledger import Ledger
+from holdfast.operations.approvals import ApprovalOperations
+from holdfast.operations.operations import Operations
+from holdfast.upkeep.dispatch import ReplaySubmission
+from holdfast.upkeep.engine_tasks import EnginePruner
+from holdfast.upkeep.feed_cursor import FeedCursor
+from holdfast.upkeep.loop import QueueSelection
 from holdfast.upkeep.projector import Projector
-from holdfast.upkeep.pruner import Pruner
-from holdfast.upkeep.reconciler import Reconciler, Report
-from holdfast.upkeep.replays import Replays
-from holdfast.upkeep.track import Track
+from holdfast.upkeep.reconciler import Reconciler, ReconcileReport
 from holdfast.worker.fetcher import Fetcher
-from holdfast.worker.plan import Plan
-from holdfast.worker.run import Held
+from holdfast.worker.in_flight import InFlight
 from holdfast.worker.runner import Runner
 from holdfast.worker.settler import Settler
 from tests.chaos.places import Place
@@ -58,7 +58,7 @@ class StepFetcher(Fetcher):
 class StepProjector(Projector):
     """One turn at a time, which waits for nothing."""
 
-    async def _wait(self, wait_ms: int) -> list[Track]:
+    async def _wait(self, wait_ms: int) -> list[FeedCursor]:
         return await super()._wait(0)
 
     async def turn(self) -> None:
@@ -83,22 +83,22 @@ class StepSettler(Settler):
 
     stale = 0
 
-    def _note(self, settlements: Sequence[Settlement], answers: Sequence[Answer]) -> None:
-        self.stale += answers.count(Answer.STALE)
+    def _note(self, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
+        self.stale += answers.count(SettleResult.STALE)
         super()._note(settlements, answers)
 
 
 class Process:
     """Opened, it has all parts of a worker with upkeep."""
 
-    def __init__(self, place: Place, app: Holdfast, number: int, plans: Mapping[str, Plan]) -> None:
+    def __init__(self, place: Place, app: Holdfast, number: int, plans: Mapping[str, TaskSpec]) -> None:
         """`plans`: what is run beside the app's own tasks."""
         self.place = place
         self.app = app
         self.number = number
-        self._plans = {**app.plans, **plans}
+        self._plans = {**app.specs, **plans}
         self.name = f"process-{number}"
-        self._held: Held = set()
+        self._held: InFlight = set()
         self._pruned = False
 
     @property
@@ -107,13 +107,13 @@ class Process:
 
     @property
     def ledger(self) -> Ledger:
-        ledger = self.app.ledger_port
+        ledger = self.app.ledger_backend
         assert ledger is not None
         return ledger
 
     @property
-    def offices(self) -> Offices:
-        return Offices.of(self.app)
+    def offices(self) -> Operations:
+        return Operations.for_app(self.app)
 
     async def open(self) -> None:
         await again(self.app.open)
@@ -148,12 +148,12 @@ class Process:
         app = self.app
 
         async def ledger() -> Ledger | None:
-            return app.ledger_port
+            return app.ledger_backend
 
-        async def find(queue: str, job_id: str) -> JobView | None:
+        async def find(queue: str, job_id: str) -> JobInfo | None:
             return (await app.engine.get(queue, [job_id]))[0]
 
-        tools = Tools(
+        tools = EffectRuntime(
             ledger,
             find,
             lambda: self._runner.now_ms(),
@@ -161,7 +161,7 @@ class Process:
             lease_s=app.settings.visibility_timeout_s,
             payload_limit=app.settings.payload_limit,
         )
-        return Runner(self._plans, self._settler, self._held, 1, tools=tools, gate=app.gate(app.ledger_port))
+        return Runner(self._plans, self._settler, self._held, 1, tools=tools, gate=app.guard_runner(app.ledger_backend))
 
     @cached_property
     def _fetcher(self) -> StepFetcher:
@@ -176,15 +176,15 @@ class Process:
             await again(lambda: self.engine.promote(queues, MAX_BATCH))
             if not self._pruned:
                 # Once is enough: it has many small steps.
-                await again(lambda: Pruner(self.engine, Queues(self.engine, queues))._turn())
+                await again(lambda: EnginePruner(self.engine, QueueSelection(self.engine, queues))._turn())
                 self._pruned = True
         if self.place.apart:
             await self.project()
         if self.place.has_ledger:
-            await again(lambda: Replays(self.engine, self.ledger)._letters.carry_on(100))
-            approvals = Approvals(self.engine, self.ledger)
+            await again(lambda: ReplaySubmission(self.engine, self.ledger)._letters.submit_pending(100))
+            approvals = ApprovalOperations(self.engine, self.ledger)
             await again(lambda: approvals.expire(100))
-            await again(lambda: approvals.carry_on(100))
+            await again(lambda: approvals.deliver_pending(100))
 
     async def project(self) -> None:
         if self.place.apart:
@@ -210,10 +210,10 @@ class Process:
             beside.cancel()
             await asyncio.gather(beside, return_exceptions=True)
 
-    async def reconcile(self) -> Report:
+    async def reconcile(self) -> ReconcileReport:
         """A pass."""
         async with self.projecting():
-            report: Report = await again(lambda: Reconciler(self.engine, self.ledger).reconcile())
+            report: ReconcileReport = await again(lambda: Reconciler(self.engine, self.ledger).reconcile())
         return report
 
 

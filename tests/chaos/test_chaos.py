@@ -16,22 +16,20 @@ import pytest
 from redis import Redis
 from typer.testing import CliRunner
 
-import holdfast.chaos.run
-from holdfast.chaos.checks import Findings, _check_answers, check_forgotten, check_recoveries, lagging
-from holdfast.chaos.deployment import Deployment
-from holdfast.chaos.jobs import effects_file, errand, lines_outside, probe
-from holdfast.chaos.journal import ACCEPTED, CANCELLED, IN_DOUBT, REFUSED, REPLAYED, Journal
-from holdfast.chaos.model import Fault, Kind, Struck
-from holdfast.chaos.parts import DiskPostgres
-from holdfast.chaos.report import Report, blame, document, faults_table, markdown, summary
-from holdfast.chaos.run import Wish
-from holdfast.cli.exits import ExitCode
+import holdfast.verification.chaos.run
+from holdfast.cli.command import ExitCode
 from holdfast.cli.program import program
 from holdfast.clock import SystemClock
-from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.sqlite.files import prepare_ledger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
-from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
+from holdfast.sqlite.connection import DatabaseFile
+from holdfast.verification.chaos.checks import Findings, _check_answers, check_forgotten, check_recoveries, lagging
+from holdfast.verification.chaos.deployment import Deployment
+from holdfast.verification.chaos.load import ACCEPTED, CANCELLED, IN_DOUBT, REFUSED, REPLAYED, SubmissionJournal
+from holdfast.verification.chaos.parts import DiskPostgres, Fault, FaultKind, FaultResult
+from holdfast.verification.chaos.report import ChaosReport, blame, document, faults_table, markdown, summary
+from holdfast.verification.chaos.run import ChaosOptions
+from holdfast.verification.chaos.workload import effects_file, external_effects, probe, work_item
 
 SEED: Final = 365
 #: In few jobs much for people to do: three that wait for long are expedited, one is cancelled, two letters replayed.
@@ -76,8 +74,10 @@ def test_a_short_run_is_sound(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_checks_see_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken()
-    monkeypatch.setattr(holdfast.chaos.run, "run", partial(holdfast.chaos.run.run, meddle=broken.meddle))
-    monkeypatch.setattr("holdfast.chaos.people._WORKS_S", (0.0, 0.2))
+    monkeypatch.setattr(
+        holdfast.verification.chaos.run, "run", partial(holdfast.verification.chaos.run.run, meddle=broken.meddle)
+    )
+    monkeypatch.setattr("holdfast.verification.chaos.operators._WORKS_S", (0.0, 0.2))
     words = ["--jobs", "60", "--faults", "0", "--seed", str(BUSY), "--workers", "1", "--rate", "60"]
     done = CliRunner().invoke(program(), ["chaos", *words, "--folder", str(tmp_path / "run"), "--json"])
     print(done.stderr)
@@ -98,11 +98,11 @@ class Broken:
         #: What has to be told of it.
         self.expected: list[str] = []
 
-    def meddle(self, deployment: Deployment, journal: Journal, folder: Path) -> None:
+    def meddle(self, deployment: Deployment, journal: SubmissionJournal, folder: Path) -> None:
         plain = [
             next(iter(journal.accepted[number]))
             for number in sorted(journal.accepted)
-            if errand(BUSY, number, folder).kind == "plain"
+            if work_item(BUSY, number, folder).kind == "plain"
         ]
         postgres, redis = deployment.parts["postgres"].process, deployment.parts["redis"].process
         assert isinstance(postgres, DiskPostgres)
@@ -159,7 +159,7 @@ class Broken:
         ]
 
     def _break_effects(self, postgres: DiskPostgres, folder: Path) -> None:
-        missing, repeated, *others = lines_outside(folder)
+        missing, repeated, *others = external_effects(folder)
         effects_file(folder).write_text("\n".join([repeated, repeated, *others]))
         postgres.execute(f"UPDATE idempotency_keys SET state = 'in_doubt', value = NULL WHERE key = '{repeated}'")
         self.expected += [
@@ -168,7 +168,7 @@ class Broken:
             f"effect {repeated} is still in_doubt",
         ]
 
-    def _break_journal(self, journal: Journal, job_id: str) -> None:
+    def _break_journal(self, journal: SubmissionJournal, job_id: str) -> None:
         number = journal.numbers[job_id]
         journal.write(ACCEPTED, number, "another-job")
         journal.write(CANCELLED, number, job_id)
@@ -186,10 +186,10 @@ class Broken:
 
 
 def test_a_job_follows_from_seed_and_number_alone(tmp_path: Path) -> None:
-    forwards = [errand(SEED, number, tmp_path) for number in range(400)]
-    backwards = [errand(SEED, number, tmp_path) for number in reversed(range(400))]
+    forwards = [work_item(SEED, number, tmp_path) for number in range(400)]
+    backwards = [work_item(SEED, number, tmp_path) for number in reversed(range(400))]
     assert forwards == backwards[::-1]
-    assert forwards != [errand(SEED + 1, number, tmp_path) for number in range(400)]
+    assert forwards != [work_item(SEED + 1, number, tmp_path) for number in range(400)]
     assert {each.kind for each in forwards} >= {"outside", "doomed", "flaky", "cancelled", "asked", "asking", "long"}
     assert {each.way for each in forwards} == {"http", "single", "bulk"}
     assert len({each.queue for each in forwards}) == 2
@@ -199,22 +199,22 @@ def test_a_job_follows_from_seed_and_number_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def wishes(monkeypatch: pytest.MonkeyPatch) -> list[Wish]:
+def wishes(monkeypatch: pytest.MonkeyPatch) -> list[ChaosOptions]:
     """What the command would run."""
-    found: list[Wish] = []
+    found: list[ChaosOptions] = []
 
-    async def run(wish: Wish, *_: object) -> Report:
+    async def run(wish: ChaosOptions, *_: object) -> ChaosReport:
         found.append(wish)
-        return Report(seed=1, topology="", workers=1, jobs=1, rate=1, command="")
+        return ChaosReport(seed=1, topology="", workers=1, jobs=1, rate=1, command="")
 
-    monkeypatch.setattr(holdfast.chaos.run, "run", run)
+    monkeypatch.setattr(holdfast.verification.chaos.run, "run", run)
     return found
 
 
 @pytest.mark.parametrize("topology", ["single", "sentinel", "cluster"])
-def test_the_command_of_a_run_runs_the_same_again(topology: str, wishes: list[Wish]) -> None:
+def test_the_command_of_a_run_runs_the_same_again(topology: str, wishes: list[ChaosOptions]) -> None:
     binary = Path("/opt/redis 6.2/bin/redis-server")
-    wish = Wish(seed=7, jobs=500, faults=10, topology=topology, workers=2, rate=33.5, redis_binary=binary)
+    wish = ChaosOptions(seed=7, jobs=500, faults=10, topology=topology, workers=2, rate=33.5, redis_binary=binary)
     if topology != "single":
         wish = msgspec.structs.replace(wish, min_replicas=1)
     done = CliRunner().invoke(program(), shlex.split(wish.command)[1:])
@@ -239,19 +239,19 @@ def test_a_master_without_replicas_accepts_nothing_if_that_is_wanted(topology: s
         (["--long", "--faults", "0"], 100_000, 0),
     ],
 )
-def test_how_much_is_what_was_asked_for(words: list[str], jobs: int, faults: int, wishes: list[Wish]) -> None:
+def test_how_much_is_what_was_asked_for(words: list[str], jobs: int, faults: int, wishes: list[ChaosOptions]) -> None:
     done = CliRunner().invoke(program(), ["chaos", *words])
     assert done.exit_code == 0, done.output
     assert [(wish.jobs, wish.faults) for wish in wishes] == [(jobs, faults)]
 
 
-def test_a_single_redis_has_no_replicas_to_wait_for(wishes: list[Wish]) -> None:
+def test_a_single_redis_has_no_replicas_to_wait_for(wishes: list[ChaosOptions]) -> None:
     done = CliRunner().invoke(program(), ["chaos", "--min-replicas", "1"])
     assert (done.exit_code, wishes) == (ExitCode.USAGE, [])
     assert "--topology sentinel" in done.stderr
 
 
-def test_elsewhere_than_on_linux_it_says_so(wishes: list[Wish], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_than_on_linux_it_says_so(wishes: list[ChaosOptions], monkeypatch: pytest.MonkeyPatch) -> None:
     commands = program()
     monkeypatch.setattr("sys.platform", "darwin")
     done = CliRunner().invoke(commands, ["chaos"])
@@ -260,7 +260,7 @@ def test_elsewhere_than_on_linux_it_says_so(wishes: list[Wish], monkeypatch: pyt
 
 
 def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.jsonl", SEED)
+    journal = SubmissionJournal(tmp_path / "journal.jsonl", SEED)
     journal.write(IN_DOUBT, 7, note="no answer")
     journal.write(ACCEPTED, 7, "a", "post")
     journal.write(ACCEPTED, 7, "b", "submit")
@@ -276,9 +276,12 @@ def test_the_journal_keeps_every_line(tmp_path: Path) -> None:
 
 def test_what_redis_forgot_is_put_down_to_the_fault_that_it_went_with() -> None:
     """Before it: not passed on yet. During it: taken by a server that was not to stay the master."""
-    kill = Fault(number=1, at=0.1, kind=Kind.FAIL_OVER, target="redis")
-    stop = Fault(number=2, at=0.5, kind=Kind.STOP, target="redis-2", seconds=4)
-    struck = [Struck(fault=stop, accepted=9, began_at=50, over_at=60), Struck(kill, 1, began_at=10, over_at=20)]
+    kill = Fault(number=1, at=0.1, kind=FaultKind.FAIL_OVER, target="redis")
+    stop = Fault(number=2, at=0.5, kind=FaultKind.STOP, target="redis-2", seconds=4)
+    struck = [
+        FaultResult(fault=stop, accepted=9, began_at=50, over_at=60),
+        FaultResult(kill, 1, began_at=10, over_at=20),
+    ]
     assert blame([9.9, 12, 13, 20.5, 55, 61], struck) == {
         "before fault 1, fail-over redis": 1,
         "during fault 1, fail-over redis": 2,
@@ -289,18 +292,18 @@ def test_what_redis_forgot_is_put_down_to_the_fault_that_it_went_with() -> None:
 
 
 def test_redis_may_forget_what_it_accepted_around_its_own_faults_only(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.jsonl", SEED)
+    journal = SubmissionJournal(tmp_path / "journal.jsonl", SEED)
     journal.accepted_at = {"long before": 10, "just before": 99, "during": 103, "after": 130}
-    fault = Fault(number=1, at=0.1, kind=Kind.FAIL_OVER, target="redis")
+    fault = Fault(number=1, at=0.1, kind=FaultKind.FAIL_OVER, target="redis")
     findings = Findings(forgetful=True, forgotten=4, forgotten_jobs=list(journal.accepted_at))
-    check_forgotten(findings, journal, [Struck(fault, 1, began_at=100, over_at=110)])
+    check_forgotten(findings, journal, [FaultResult(fault, 1, began_at=100, over_at=110)])
     journal.close()
     assert findings.forgotten_jobs == ["just before", "during"]
     assert (findings.forgotten, findings.lost, findings.defect_count) == (2, 2, 2)
 
 
 def test_a_job_that_nobody_answered_for_is_a_defect(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.jsonl", SEED)
+    journal = SubmissionJournal(tmp_path / "journal.jsonl", SEED)
     journal.write(ACCEPTED, 0, "a")
     journal.write(REFUSED, 1, note="no")
     findings = Findings()
@@ -312,7 +315,7 @@ def test_a_job_that_nobody_answered_for_is_a_defect(tmp_path: Path) -> None:
 
 
 async def test_a_feed_that_was_not_read_to_its_end_is_told(tmp_path: Path) -> None:
-    ledger = SqliteLedger(SqliteStore(Place(str(tmp_path / "ledger.db")), prepare_ledger), SystemClock())
+    ledger = SqliteLedger(SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare_ledger), SystemClock())
     await ledger.store.open()
     assert await lagging(ledger.queries, {"default": "0-0"}) == []
     assert await lagging(ledger.queries, {"default": "5-1"}) == [
@@ -322,9 +325,9 @@ async def test_a_feed_that_was_not_read_to_its_end_is_told(tmp_path: Path) -> No
 
 
 def test_a_report_says_never_where_work_did_not_go_on() -> None:
-    def struck(number: int, target: str, recovered_s: float, skipped: str = "") -> Struck:
-        fault = Fault(number=number, at=0.5, kind=Kind.KILL, target=target)
-        return Struck(fault=fault, accepted=1, recovered_s=recovered_s, skipped=skipped)
+    def struck(number: int, target: str, recovered_s: float, skipped: str = "") -> FaultResult:
+        fault = Fault(number=number, at=0.5, kind=FaultKind.KILL, target=target)
+        return FaultResult(fault=fault, accepted=1, recovered_s=recovered_s, skipped=skipped)
 
     faults = [struck(1, "worker-1", 1.0), struck(2, "worker-2", 3.0), struck(3, "redis", 2.0), struck(4, "redis", -1.0)]
     faults.append(struck(5, "postgres", -1.0, "no disk"))
@@ -335,7 +338,7 @@ def test_a_report_says_never_where_work_did_not_go_on() -> None:
     ]
     findings = Findings(accepted=10)
     findings.add("job 3 is lost")
-    report = Report(
+    report = ChaosReport(
         seed=1,
         topology="single",
         workers=3,

@@ -10,10 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from holdfast.engine.port import Engine, EngineOptions, KnownKey
+from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import SubmissionKey
+from holdfast.engine.port.jobs import EngineOptions
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.port import Position, Projection
-from holdfast.upkeep.admission import admit
+from holdfast.ledger.intake_recovery import reopen_intake
+from holdfast.ledger.port.ledger import FeedPosition, Projection
 from tests.chaos.crash_points import NotReached, points, run, sample, sqlite_ledgers, try_point
 from tests.chaos.crashing import Call, Point, Way, points_of
 from tests.chaos.places import Place, RedisPlace, SqlitePlace
@@ -55,7 +57,7 @@ _TRIED: Final = {
 }
 #: Where a lost reply would cost most: tried in every run.
 _ALWAYS: Final = {
-    "sqlite": ("submit", "settle", "_conclude", "abandon_replay"),
+    "sqlite": ("submit", "settle", "_conclude", "cancel_replay"),
     "redis": ("submit", "settle", "claim", "adopt"),
     "redis+postgres": ("settle", "COMMIT after COPY job_events", "COMMIT after INSERT dlq_items"),
 }
@@ -140,22 +142,22 @@ class _Recovery:
     async def queues(self) -> list[str]:
         return ["default"]
 
-    async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[KnownKey]]:
+    async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[SubmissionKey]]:
         if self.failures:
             self.failures -= 1
             raise LedgerUnavailable("the connection broke")
-        yield [KnownKey("default", "key", "job", 1)]
+        yield [SubmissionKey("default", "key", "job", 1)]
 
 
 @pytest.mark.parametrize(("failures", "remembered"), [(0, 1), (1, 1), (2, 1), (3, 0)])
 async def test_a_connection_that_breaks_does_not_cost_a_wiped_queue_its_keys(failures: int, remembered: int) -> None:
     # Found by the story `wipe`: after one lost reply, a second submission of a known key was accepted.
     engine = Mock(spec=Engine, options=EngineOptions(ledger=True))
-    engine.incarnation.return_value = "present"
+    engine.epoch.return_value = "present"
     projection = Mock(spec=Projection)
-    projection.position.return_value = Position()
+    projection.position.return_value = FeedPosition()
     ledger = Mock(recovery=_Recovery(failures), projection=projection)
-    assert await admit(engine, ledger, "default") == remembered
-    assert engine.remember_keys.await_count == remembered
+    assert await reopen_intake(engine, ledger, "default") == remembered
+    assert engine.restore_keys.await_count == remembered
     # A ledger that is down does not stop intake.
-    engine.register_reader.assert_awaited_once_with("default", "present", reminded=bool(remembered))
+    engine.attach_reader.assert_awaited_once_with("default", "present", reminded=bool(remembered))

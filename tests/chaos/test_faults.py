@@ -19,11 +19,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
-from holdfast.chaos.deployment import Deployment
-from holdfast.chaos.faults import strike
-from holdfast.chaos.model import Fault, Kind
-from holdfast.chaos.parts import Part, Program
-from holdfast.chaos.servers import ServerProcess
+from holdfast.verification.chaos.deployment import Deployment
+from holdfast.verification.chaos.faults import inject
+from holdfast.verification.chaos.parts import Fault, FaultKind, Part, Program
+from holdfast.verification.chaos.servers import ServerProcess
 from tests.faults.support import eventually
 from tests.processes import ProcessId
 
@@ -53,11 +52,11 @@ async def deployment(shared: Deployment) -> AsyncIterator[Deployment]:
 
 @asynccontextmanager
 async def struck(
-    deployment: Deployment, kind: Kind, target: str, seconds: float = 0, number: int = 1
+    deployment: Deployment, kind: FaultKind, target: str, seconds: float = 0, number: int = 1
 ) -> AsyncIterator[None]:
     """The block runs while the fault is on; afterwards it is over. `inf`: however long the block takes."""
     fault = Fault(number=number, at=0, kind=kind, target=target, seconds=seconds)
-    striking = asyncio.create_task(strike(deployment, fault))
+    striking = asyncio.create_task(inject(deployment, fault))
     try:
         await asyncio.sleep(0)
         yield
@@ -67,8 +66,8 @@ async def struck(
         await asyncio.gather(striking, return_exceptions=True)
 
 
-async def hurt(deployment: Deployment, kind: Kind, target: str, seconds: float = 0, number: int = 1) -> str:
-    return await strike(deployment, Fault(number=number, at=0, kind=kind, target=target, seconds=seconds))
+async def hurt(deployment: Deployment, kind: FaultKind, target: str, seconds: float = 0, number: int = 1) -> str:
+    return await inject(deployment, Fault(number=number, at=0, kind=kind, target=target, seconds=seconds))
 
 
 def redis_of(deployment: Deployment, *, through_proxy: bool = True) -> Redis:
@@ -106,15 +105,18 @@ async def insert_works(deployment: Deployment) -> bool:
 async def test_all_parts_run_and_can_be_hurt(deployment: Deployment) -> None:
     assert list(deployment.parts) == ["postgres", "redis", "worker-1", "worker-2", "upkeep-1", "server-1"]
     every = set().union(*(part.kinds for part in deployment.parts.values()))
-    assert every | ({Kind.FILL} if deployment.cannot else set()) == set(Kind) - {Kind.FAIL_OVER, Kind.HAND_OVER}
+    assert every | ({FaultKind.FILL} if deployment.cannot else set()) == set(FaultKind) - {
+        FaultKind.FAIL_OVER,
+        FaultKind.HAND_OVER,
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "targets"),
-    [(Kind.KILL, ("worker-1", "redis", "postgres")), (Kind.RESTART, ("server-1", "redis", "postgres"))],
+    [(FaultKind.KILL, ("worker-1", "redis", "postgres")), (FaultKind.RESTART, ("server-1", "redis", "postgres"))],
 )
 async def test_they_are_other_processes_afterwards(
-    deployment: Deployment, kind: Kind, targets: tuple[str, ...]
+    deployment: Deployment, kind: FaultKind, targets: tuple[str, ...]
 ) -> None:
     processes = [deployment.parts[target].process for target in targets]
     before = [ProcessId.of(process.pid) for process in processes]
@@ -129,7 +131,7 @@ async def test_they_are_other_processes_afterwards(
 async def test_a_stopped_process_stands_still_and_goes_on(deployment: Deployment, target: str) -> None:
     process = deployment.parts[target].process
     before = process.pid
-    async with struck(deployment, Kind.STOP, target, 0.3):
+    async with struck(deployment, FaultKind.STOP, target, 0.3):
         await eventually(lambda: state(process) == "T", "it to stand still")
     assert process.pid == before
     assert state(process) != "T"
@@ -139,7 +141,7 @@ async def test_a_stopped_process_stands_still_and_goes_on(deployment: Deployment
 async def test_a_cut_ends_connections_once(deployment: Deployment) -> None:
     async with redis_of(deployment) as redis:
         await redis.ping()
-        await hurt(deployment, Kind.CUT, "redis")
+        await hurt(deployment, FaultKind.CUT, "redis")
         with pytest.raises(RedisConnectionError):
             await redis.ping()
         assert await redis.ping()
@@ -148,7 +150,7 @@ async def test_a_cut_ends_connections_once(deployment: Deployment) -> None:
 async def test_replies_are_slow_for_a_while(deployment: Deployment) -> None:
     async with redis_of(deployment) as redis:
         await redis.ping()
-        async with struck(deployment, Kind.SLOW, "redis", 0.2):
+        async with struck(deployment, FaultKind.SLOW, "redis", 0.2):
             await eventually(lambda: all(door.delay_s >= 0.05 for door in deployment.ways["redis"]), "it to be slow")
             began = monotonic()
             await redis.ping()
@@ -157,7 +159,7 @@ async def test_replies_are_slow_for_a_while(deployment: Deployment) -> None:
 
 
 async def test_a_stall_of_one_worker_is_not_a_stall_of_all(deployment: Deployment) -> None:
-    async with struck(deployment, Kind.STALL, "worker-1", 0.3):
+    async with struck(deployment, FaultKind.STALL, "worker-1", 0.3):
         assert await set_works(deployment)
         assert all(not door.flows for door in deployment.parts["worker-1"].doors)
         assert all(door.flows for door in deployment.parts["worker-2"].doors)
@@ -168,7 +170,7 @@ async def test_nothing_passes_while_redis_is_stalled(deployment: Deployment) -> 
     async with redis_of(deployment) as redis:
         await redis.ping()
         began = monotonic()
-        async with struck(deployment, Kind.STALL, "redis", 0.4):
+        async with struck(deployment, FaultKind.STALL, "redis", 0.4):
             await asyncio.sleep(0.05)
             await redis.ping()
             assert monotonic() - began >= 0.4
@@ -178,7 +180,7 @@ async def test_a_script_whose_reply_is_lost_has_been_applied(deployment: Deploym
     async with redis_of(deployment, through_proxy=False) as direct, redis_of(deployment) as redis:
         await direct.delete("lost")
         sha = await direct.script_load("return redis.call('INCR', KEYS[1])")
-        async with struck(deployment, Kind.LOSE_REPLY, "redis", inf):
+        async with struck(deployment, FaultKind.LOSE_REPLY, "redis", inf):
             for count in (1, 2, 3):
                 with pytest.raises(RedisConnectionError):
                     await redis.evalsha(sha, 1, "lost")
@@ -190,7 +192,7 @@ async def test_a_transaction_whose_reply_is_lost_has_been_committed(deployment: 
     direct = await asyncpg.connect(deployment.direct["HOLDFAST_LEDGER"])
     await direct.execute("DROP TABLE IF EXISTS lost; CREATE TABLE lost (x int)")
     through = await asyncpg.connect(deployment.environment["HOLDFAST_LEDGER"])
-    async with struck(deployment, Kind.LOSE_REPLY, "postgres", 0.3):
+    async with struck(deployment, FaultKind.LOSE_REPLY, "postgres", 0.3):
         await through.execute("BEGIN")
         await through.copy_records_to_table("lost", records=[(1,)])
         with pytest.raises((OSError, asyncpg.PostgresError)):
@@ -214,20 +216,20 @@ async def test_a_web_server_loses_replies_to_posts_only(deployment: Deployment) 
         finally:
             writer.close()
 
-    async with struck(deployment, Kind.LOSE_REPLY, "server-1", 0.2):
+    async with struck(deployment, FaultKind.LOSE_REPLY, "server-1", 0.2):
         assert b" 200 " in (await ask("GET")).splitlines()[0]
         assert await ask("POST") == b""
     assert b" 401 " in (await ask("POST")).splitlines()[0]
 
 
 async def test_a_fault_that_met_nobody_says_so(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.chaos.faults._TRAFFIC_S", 0.1)
-    assert "nobody asked" in await hurt(deployment, Kind.LOSE_REPLY, "server-1", 0.1)
+    monkeypatch.setattr("holdfast.verification.chaos.faults._TRAFFIC_S", 0.1)
+    assert "nobody asked" in await hurt(deployment, FaultKind.LOSE_REPLY, "server-1", 0.1)
 
 
 async def test_what_cannot_be_done_is_skipped_with_a_reason(deployment: Deployment) -> None:
-    assert "cannot be done" in await hurt(deployment, Kind.FAIL_OVER, "redis")
-    assert "cannot be done" in await hurt(deployment, Kind.FILL, "worker-1")
+    assert "cannot be done" in await hurt(deployment, FaultKind.FAIL_OVER, "redis")
+    assert "cannot be done" in await hurt(deployment, FaultKind.FILL, "worker-1")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk to fill")
@@ -244,7 +246,7 @@ class TestFullDisks:
 
             await eventually(rewritten, "a new file")
             await redis.set("kept", os.urandom(100_000))
-            async with struck(deployment, Kind.FILL, "redis", 0.8, number=2):
+            async with struck(deployment, FaultKind.FILL, "redis", 0.8, number=2):
 
                 async def refused() -> bool:
                     try:
@@ -270,7 +272,7 @@ class TestFullDisks:
         async with redis_of(deployment, through_proxy=False) as redis:
             await redis.set("kept", "1")
             before = process.pid
-            async with struck(deployment, Kind.FILL, "redis", 0.8, number=1):
+            async with struck(deployment, FaultKind.FILL, "redis", 0.8, number=1):
 
                 async def down() -> bool:
                     with suppress(RedisError):
@@ -283,7 +285,7 @@ class TestFullDisks:
             assert await set_works(deployment)
 
     async def test_postgres_cannot_write(self, deployment: Deployment) -> None:
-        async with struck(deployment, Kind.FILL, "postgres", 1.0):
+        async with struck(deployment, FaultKind.FILL, "postgres", 1.0):
             connection = await asyncpg.connect(deployment.direct["HOLDFAST_LEDGER"])
             # More than what is left of the segments that it has already.
             with pytest.raises((OSError, asyncpg.DiskFullError, asyncpg.PostgresConnectionError)):
@@ -297,16 +299,20 @@ class TestFullDisks:
 
 async def test_faults_on_two_parts_overlap_and_on_one_wait_for_each_other(deployment: Deployment) -> None:
     ways = [way for part in ("redis", "postgres") for way in deployment.ways[part]]
-    both = asyncio.gather(hurt(deployment, Kind.STALL, "redis", 1.5), hurt(deployment, Kind.STALL, "postgres", 1.5))
+    both = asyncio.gather(
+        hurt(deployment, FaultKind.STALL, "redis", 1.5), hurt(deployment, FaultKind.STALL, "postgres", 1.5)
+    )
     await eventually(lambda: not any(way.flows for way in ways), "both to stand still at the same time")
     await both
     began = monotonic()
-    await asyncio.gather(hurt(deployment, Kind.STALL, "redis", 0.3), hurt(deployment, Kind.SLOW, "redis", 0.3))
+    await asyncio.gather(
+        hurt(deployment, FaultKind.STALL, "redis", 0.3), hurt(deployment, FaultKind.SLOW, "redis", 0.3)
+    )
     assert monotonic() - began >= 0.6
 
 
 async def test_healing_heals_what_a_cancelled_fault_left(deployment: Deployment) -> None:
-    for kind, target in ((Kind.STOP, "worker-1"), (Kind.STALL, "redis"), (Kind.FILL, "postgres")):
+    for kind, target in ((FaultKind.STOP, "worker-1"), (FaultKind.STALL, "redis"), (FaultKind.FILL, "postgres")):
         if kind not in deployment.parts[target].kinds:
             continue
         striking = asyncio.create_task(hurt(deployment, kind, target, 60))
@@ -345,10 +351,10 @@ class Sleeper(ServerProcess):
         return True
 
 
-@pytest.mark.parametrize("kind", [Kind.KILL, Kind.STOP, Kind.RESTART, None], ids=str)
-async def test_what_comes_right_after_such_a_death_does_not_bury_it(tmp_path: Path, kind: Kind | None) -> None:
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.STOP, FaultKind.RESTART, None], ids=str)
+async def test_what_comes_right_after_such_a_death_does_not_bury_it(tmp_path: Path, kind: FaultKind | None) -> None:
     deployment, process = Deployment(tmp_path), Sleeper(Path("sleep"), tmp_path)
-    deployment.parts = {"worker-1": Part("worker-1", process, frozenset(Kind))}
+    deployment.parts = {"worker-1": Part("worker-1", process, frozenset(FaultKind))}
     process.start()
     os.kill(process.pid, 9)
     await eventually(lambda: process.ended is not None, "its end")
@@ -373,9 +379,9 @@ class Fragile(Program):
 async def test_a_program_that_does_not_start_is_noted_unless_a_store_was_hurt(
     tmp_path: Path, hurt_until: float
 ) -> None:
-    deployment, program = Deployment(tmp_path), Part("worker-1", Fragile("w", [], tmp_path, {}), frozenset(Kind))
-    store = Part("redis", Sleeper(Path("sleep"), tmp_path), frozenset(Kind))
+    deployment, program = Deployment(tmp_path), Part("worker-1", Fragile("w", [], tmp_path, {}), frozenset(FaultKind))
+    store = Part("redis", Sleeper(Path("sleep"), tmp_path), frozenset(FaultKind))
     store.hurt_until = hurt_until
     deployment.parts = {"worker-1": program, "redis": store}
-    await deployment.bring_back(program)
+    await deployment.restart_part(program)
     assert deployment.notes() == ([] if hurt_until else ["worker-1 did not start: no store"])

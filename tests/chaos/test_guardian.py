@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from holdfast.chaos.guardian import Guardian, clear_stale, processes_of
+from holdfast.verification.chaos.reaper import Reaper, processes_of, reap_stale
 
 pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
 
@@ -84,11 +84,11 @@ def test_a_run_that_is_killed_leaves_nothing_but_logs(running: subprocess.Popen[
 SMALL: Final = """
 import subprocess, sys, time
 from pathlib import Path
-from holdfast.chaos.disks import Disk
-from holdfast.chaos.guardian import Guardian
+from holdfast.verification.chaos.parts import Disk
+from holdfast.verification.chaos.reaper import Reaper
 folder = Path(sys.argv[1])
 disk = Disk(folder / "disk", 1_000_000)
-guardian = Guardian(folder, [disk.folder])
+guardian = Reaper(folder, [disk.folder])
 disk.mount()
 log = (folder / "log").open("wb")
 subprocess.Popen(["sleep", "60"], stdout=log, stderr=log, start_new_session=True)
@@ -106,16 +106,16 @@ def test_the_next_run_cleans_up_if_the_guardian_is_killed_too(tmp_path: Path) ->
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
         guardian = int(run.stdout.readline())
-        assert clear_stale(temporary) == [], "it lives"
+        assert reap_stale(temporary) == [], "it lives"
         os.kill(guardian, signal.SIGKILL)
         run.kill()
     assert len(processes_of(str(folder))) == 1
     assert len(mounts(str(folder))) == (os.geteuid() == 0)
-    assert clear_stale(temporary) == [str(folder)]
+    assert reap_stale(temporary) == [str(folder)]
     assert processes_of(str(folder)) == []
     assert mounts(str(folder)) == []
     assert os.listdir(folder) == ["log"]
-    assert clear_stale(temporary) == []
+    assert reap_stale(temporary) == []
 
 
 def test_a_record_of_somebody_else_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_record_of_somebody_else_is_not_believed(tmp_path: Path, monkeypatch: 
     dead = f"999999999 1 {os.readlink('/proc/self/ns/pid')}"
     record.write_text(json.dumps({"owner": dead, "folder": str(tmp_path), "data": [str(data)]}))
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    assert clear_stale(tmp_path) == []
+    assert reap_stale(tmp_path) == []
     assert data.exists()
 
 
@@ -136,7 +136,7 @@ def test_a_guardian_that_is_released_touches_nothing(tmp_path: Path) -> None:
         beside = subprocess.Popen(["sleep", "60"], stdout=log, stderr=log)
     try:
         assert processes_of(str(tmp_path)) == [beside.pid]
-        guardian = Guardian(tmp_path, [data])
+        guardian = Reaper(tmp_path, [data])
         guardian.release()
         guardian.release()
         assert beside.poll() is None

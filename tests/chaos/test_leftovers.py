@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.deployment import Deployment
-from holdfast.chaos.disks import Disk
-from holdfast.chaos.faults import strike
-from holdfast.chaos.model import Fault, Kind
-from holdfast.chaos.programs import find_redis
 from holdfast.errors import UsageError
+from holdfast.verification.chaos.deployment import Deployment
+from holdfast.verification.chaos.faults import inject
+from holdfast.verification.chaos.parts import Disk, Fault, FaultKind
+from holdfast.verification.chaos.servers import find_redis
 from tests.faults.support import eventually
 
 pytestmark = [pytest.mark.faults, pytest.mark.redis, pytest.mark.postgres]
@@ -74,7 +73,7 @@ async def test_a_start_that_is_interrupted_leaves_nothing(
 async def test_a_start_that_fails_leaves_nothing(
     tmp_path: Path, before: tuple[set[int], set[str], set[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.chaos.deployment.APP", "no.such.module:app")
+    monkeypatch.setattr("holdfast.verification.chaos.deployment.APP", "no.such.module:app")
     with pytest.raises(RuntimeError, match="ended with"):
         await small(tmp_path).start()
     check(before, tmp_path)
@@ -85,12 +84,17 @@ async def test_a_run_that_is_interrupted_in_the_middle_of_faults_leaves_nothing(
 ) -> None:
     async def run(ready: asyncio.Event) -> None:
         async with small(tmp_path) as deployment:
-            faults = [(Kind.STOP, "worker-1"), (Kind.STOP, "postgres"), (Kind.STALL, "redis"), (Kind.STOP, "redis")]
-            if Kind.FILL in deployment.parts["redis"].kinds:
-                faults.append((Kind.FILL, "redis"))
+            faults = [
+                (FaultKind.STOP, "worker-1"),
+                (FaultKind.STOP, "postgres"),
+                (FaultKind.STALL, "redis"),
+                (FaultKind.STOP, "redis"),
+            ]
+            if FaultKind.FILL in deployment.parts["redis"].kinds:
+                faults.append((FaultKind.FILL, "redis"))
             async with asyncio.TaskGroup() as group:
                 for number, (kind, target) in enumerate(faults, 1):
-                    group.create_task(strike(deployment, Fault(number, 0, kind, target, 60)))
+                    group.create_task(inject(deployment, Fault(number, 0, kind, target, 60)))
                 await asyncio.sleep(0.3)
                 ready.set()
 
@@ -107,7 +111,7 @@ def test_a_missing_server_is_an_error_that_says_what_to_do(tmp_path: Path, monke
     with pytest.raises(UsageError, match="--redis-server"):
         find_redis(tmp_path / "nothing")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("holdfast.chaos.programs._FOLDERS", ())
+    monkeypatch.setattr("holdfast.verification.chaos.servers._FOLDERS", ())
     with pytest.raises(UsageError, match="apt-get install redis-server"):
         Deployment(tmp_path)
 

@@ -10,16 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.chaos.jobs import Errand, errand
-from holdfast.chaos.journal import ACCEPTED, Journal, Line
-from holdfast.chaos.load import Refused, Web
-from holdfast.chaos.people import People
 from holdfast.errors import Unavailable
+from holdfast.verification.chaos.load import ACCEPTED, JournalEntry, ServiceClient, SubmissionJournal, SubmissionRefused
+from holdfast.verification.chaos.operators import SimulatedOperators
+from holdfast.verification.chaos.workload import WorkItem, work_item
 
 SEED = 365
 
 
-class Service(Web):
+class Service(ServiceClient):
     """Answers as it was told to, and remembers what was asked of it."""
 
     def __init__(self, *answers: Any) -> None:
@@ -35,33 +34,33 @@ class Service(Web):
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    journal = Journal(tmp_path / "journal.jsonl", SEED)
+def journal(tmp_path: Path) -> Iterator[SubmissionJournal]:
+    journal = SubmissionJournal(tmp_path / "journal.jsonl", SEED)
     yield journal
     journal.close()
 
 
-def people(service: Service, journal: Journal, folder: Path) -> People:
-    return People(service, journal, seed=SEED, folder=folder)
+def people(service: Service, journal: SubmissionJournal, folder: Path) -> SimulatedOperators:
+    return SimulatedOperators(service, journal, seed=SEED, folder=folder)
 
 
-def said(journal: Journal) -> list[tuple[str, str]]:
-    lines = [msgspec.json.decode(line, type=Line) for line in journal.path.read_bytes().splitlines()]
+def said(journal: SubmissionJournal) -> list[tuple[str, str]]:
+    lines = [msgspec.json.decode(line, type=JournalEntry) for line in journal.path.read_bytes().splitlines()]
     return [(line.said, line.job_id) for line in lines]
 
 
-async def idle(them: People) -> None:
+async def idle(them: SimulatedOperators) -> None:
     await asyncio.gather(*them._under_way)
 
 
-def some(folder: Path, wanted: Callable[[Errand], bool]) -> Errand:
-    return next(each for each in (errand(SEED, number, folder) for number in range(999)) if wanted(each))
+def some(folder: Path, wanted: Callable[[WorkItem], bool]) -> WorkItem:
+    return next(each for each in (work_item(SEED, number, folder) for number in range(999)) if wanted(each))
 
 
-async def test_one_delayed_job_in_three_is_wanted_at_once(journal: Journal, tmp_path: Path) -> None:
+async def test_one_delayed_job_in_three_is_wanted_at_once(journal: SubmissionJournal, tmp_path: Path) -> None:
     service = Service({})
     them = people(service, journal, tmp_path)
-    errands = [errand(SEED, number, tmp_path) for number in range(200)]
+    errands = [work_item(SEED, number, tmp_path) for number in range(200)]
     for third in (0, 1, 2):
         each = next(each for each in errands if each.kind == "delayed" and each.number % 3 == third)
         them.accepted(each, f"job-{third}")
@@ -71,7 +70,7 @@ async def test_one_delayed_job_in_three_is_wanted_at_once(journal: Journal, tmp_
 
 
 async def test_a_job_that_nobody_wants_is_cancelled(
-    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: SubmissionJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No answer is no reason to give up.
     service = Service(Unavailable("no answer"), {})
@@ -85,27 +84,27 @@ async def test_a_job_that_nobody_wants_is_cancelled(
 
 @pytest.mark.parametrize(("status", "refused"), [(409, 0), (404, 0), (403, 1), (422, 1)])
 async def test_too_late_is_no_defect_and_a_refusal_is(
-    journal: Journal, tmp_path: Path, status: int, refused: int
+    journal: SubmissionJournal, tmp_path: Path, status: int, refused: int
 ) -> None:
-    them = people(Service(Refused(status, "no")), journal, tmp_path)
+    them = people(Service(SubmissionRefused(status, "no")), journal, tmp_path)
     them.accepted(some(tmp_path, lambda each: each.kind == "delayed" and each.number % 3 == 0), "job")
     await idle(them)
     assert (len(them.refused), said(journal), them.deeds) == (refused, [], {})
 
 
 async def test_a_queue_is_paused_until_that_is_seen_and_then_resumed(
-    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: SubmissionJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_WORKS_S", "_PAUSED_S"):
-        monkeypatch.setattr(f"holdfast.chaos.people.{name}", (0.0, 0.0))
-    monkeypatch.setattr("holdfast.chaos.people._ROUND_S", 0.0)
+        monkeypatch.setattr(f"holdfast.verification.chaos.operators.{name}", (0.0, 0.0))
+    monkeypatch.setattr("holdfast.verification.chaos.operators._ROUND_S", 0.0)
     service = Service({"paused": False}, {"paused": True}, {"paused": False})
     await people(service, journal, tmp_path)._hold_up()
     pause, resume = (f"POST /api/v1/queues/side/{lever}" for lever in ("pause", "resume"))
     assert service.asked == [pause, pause, resume]
 
 
-async def test_one_dead_letter_in_four_is_tried_again_and_once(journal: Journal, tmp_path: Path) -> None:
+async def test_one_dead_letter_in_four_is_tried_again_and_once(journal: SubmissionJournal, tmp_path: Path) -> None:
     for number in (4, 5):
         journal.write(ACCEPTED, number, f"job-{number}")
     page = {"letters": [{"job_id": f"job-{number}", "dlq_id": f"letter-{number}"} for number in (4, 5)]}
@@ -120,7 +119,7 @@ async def test_one_dead_letter_in_four_is_tried_again_and_once(journal: Journal,
     assert journal.replayed == {"job-4": "again"}
 
 
-async def test_people_decide_as_the_job_was_meant(journal: Journal, tmp_path: Path) -> None:
+async def test_people_decide_as_the_job_was_meant(journal: SubmissionJournal, tmp_path: Path) -> None:
     meant = [
         some(tmp_path, lambda each: each.decision == "approve"),
         some(tmp_path, lambda each: each.decision == "reject"),

@@ -12,20 +12,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.chaos.model import Fault, Kind
-from holdfast.chaos.parts import Program, group_of
-from holdfast.chaos.plan import pairs_of, plan
+from holdfast.verification.chaos.faults import pairs_of, plan
+from holdfast.verification.chaos.parts import Fault, FaultKind, Program, group_of
 
-_PROCESS = frozenset({Kind.KILL, Kind.STOP, Kind.RESTART})
-_WAYS = _PROCESS | {Kind.CUT, Kind.SLOW, Kind.STALL}
+_PROCESS = frozenset({FaultKind.KILL, FaultKind.STOP, FaultKind.RESTART})
+_WAYS = _PROCESS | {FaultKind.CUT, FaultKind.SLOW, FaultKind.STALL}
 PARTS = {
     "worker-1": _WAYS,
     "worker-2": _WAYS,
     "worker-10": _WAYS,
     "upkeep-1": _WAYS,
-    "server-1": _WAYS | {Kind.LOSE_REPLY},
-    "redis": _WAYS | {Kind.LOSE_REPLY, Kind.FILL},
-    "postgres": _WAYS | {Kind.LOSE_REPLY, Kind.FILL},
+    "server-1": _WAYS | {FaultKind.LOSE_REPLY},
+    "redis": _WAYS | {FaultKind.LOSE_REPLY, FaultKind.FILL},
+    "postgres": _WAYS | {FaultKind.LOSE_REPLY, FaultKind.FILL},
 }
 
 
@@ -37,8 +36,8 @@ def test_the_same_seed_gives_the_same_plan_in_any_order_of_parts() -> None:
 
 def test_the_same_seed_gives_the_same_plan_in_another_process() -> None:
     code = (
-        "from holdfast.chaos.plan import plan; from holdfast.chaos.model import Kind;"
-        "print(plan(3, 40, {'worker-1': frozenset(Kind), 'redis': frozenset(Kind)}))"
+        "from holdfast.verification.chaos.faults import plan; from holdfast.verification.chaos.parts import FaultKind;"
+        "print(plan(3, 40, {'worker-1': frozenset(FaultKind), 'redis': frozenset(FaultKind)}))"
     )
     said = {
         subprocess.run(
@@ -67,22 +66,26 @@ def test_every_kind_strikes_every_group_before_chance_decides_alone(seed: int) -
 
 def test_what_matters_more_happens_more_often() -> None:
     struck = Counter((fault.kind, group_of(fault.target)) for fault in plan(1, 1_000, PARTS))
-    assert struck[Kind.KILL, "worker"] > 3 * struck[Kind.CUT, "worker"]
-    assert struck[Kind.STOP, "worker"] > 3 * struck[Kind.RESTART, "upkeep"]
-    assert struck[Kind.KILL, "redis"] > 2 * struck[Kind.RESTART, "redis"]
+    assert struck[FaultKind.KILL, "worker"] > 3 * struck[FaultKind.CUT, "worker"]
+    assert struck[FaultKind.STOP, "worker"] > 3 * struck[FaultKind.RESTART, "upkeep"]
+    assert struck[FaultKind.KILL, "redis"] > 2 * struck[FaultKind.RESTART, "redis"]
     assert min(struck.values()) >= 5
 
 
 @pytest.mark.parametrize("faults", [8, 20, 40, 100])
 def test_masters_are_taken_away_again_and_again_where_that_is_possible(faults: int) -> None:
-    parts = PARTS | {"redis": _PROCESS | {Kind.FAIL_OVER, Kind.HAND_OVER}, "redis-2": _PROCESS, "sentinel-1": _PROCESS}
+    parts = PARTS | {
+        "redis": _PROCESS | {FaultKind.FAIL_OVER, FaultKind.HAND_OVER},
+        "redis-2": _PROCESS,
+        "sentinel-1": _PROCESS,
+    }
     for seed in range(10):
         planned = plan(seed, faults, parts)
         assert len(planned) == faults
         struck = Counter(fault.kind for fault in planned)
-        assert struck[Kind.FAIL_OVER] + struck[Kind.HAND_OVER] >= faults // 8
+        assert struck[FaultKind.FAIL_OVER] + struck[FaultKind.HAND_OVER] >= faults // 8
         if faults >= 16:
-            assert min(struck[Kind.FAIL_OVER], struck[Kind.HAND_OVER]) >= 1
+            assert min(struck[FaultKind.FAIL_OVER], struck[FaultKind.HAND_OVER]) >= 1
     everything = {(fault.kind, group_of(fault.target)) for fault in plan(1, 60, parts)}
     assert everything == pairs_of(parts)
 
@@ -106,10 +109,10 @@ def test_faults_are_spread_over_the_run_in_order_and_some_strike_together() -> N
 
 
 def test_some_outlast_a_lease_and_some_do_not() -> None:
-    stops = [fault.seconds for fault in plan(1, 400, PARTS) if fault.kind is Kind.STOP]
+    stops = [fault.seconds for fault in plan(1, 400, PARTS) if fault.kind is FaultKind.STOP]
     assert min(stops) < 1
     assert 3 < max(stops) <= 6
-    assert all(fault.seconds == 0 for fault in plan(1, 100, PARTS) if fault.kind in (Kind.KILL, Kind.CUT))
+    assert all(fault.seconds == 0 for fault in plan(1, 100, PARTS) if fault.kind in (FaultKind.KILL, FaultKind.CUT))
 
 
 def test_nothing_to_strike_is_an_empty_plan() -> None:
@@ -119,9 +122,9 @@ def test_nothing_to_strike_is_an_empty_plan() -> None:
 
 PINNED_LONG = "e5f985e4e850d871"
 PINNED = [
-    Fault(number=1, at=0.071746, kind=Kind.LOSE_REPLY, target="server-1", seconds=1.623),
-    Fault(number=2, at=0.50869, kind=Kind.SLOW, target="server-1", seconds=2.953),
-    Fault(number=3, at=0.827562, kind=Kind.CUT, target="worker-2", seconds=0.0),
+    Fault(number=1, at=0.071746, kind=FaultKind.LOSE_REPLY, target="server-1", seconds=1.623),
+    Fault(number=2, at=0.50869, kind=FaultKind.SLOW, target="server-1", seconds=2.953),
+    Fault(number=3, at=0.827562, kind=FaultKind.CUT, target="worker-2", seconds=0.0),
 ]
 
 

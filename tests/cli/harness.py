@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 
 import holdfast
 from holdfast import Settings, State
-from holdfast.core.job import JobView
-from holdfast.engine.factory import build_engine
+from holdfast.core.job import JobInfo
+from holdfast.factory import build_engine
 from tests import forked
 
 T = TypeVar("T")
@@ -89,10 +89,10 @@ class Shell:
         """The one JSON document on stdout."""
         return json.loads(self.run(*words, "--json", code=code).stdout)
 
-    def view(self, job_id: str, queue: str = "default") -> JobView:
+    def view(self, job_id: str, queue: str = "default") -> JobInfo:
         """The job as the engine has it: quicker than the program, for waiting."""
 
-        async def look() -> JobView | None:
+        async def look() -> JobInfo | None:
             engine = build_engine(Settings.load(url=self.environment["HOLDFAST_URL"]))
             await engine.open()
             try:
@@ -104,10 +104,10 @@ class Shell:
         assert view is not None, f"the engine does not know job {job_id}"
         return view
 
-    def wait_state(self, job_id: str, wanted: State) -> JobView:
+    def wait_state(self, job_id: str, wanted: State) -> JobInfo:
         """Wait until the job is in this state."""
 
-        def look() -> JobView | None:
+        def look() -> JobInfo | None:
             view = self.view(job_id)
             return view if view.state is wanted else None
 

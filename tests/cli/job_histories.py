@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from typing import Any, Final
 
-from holdfast import AskPeople, Context, Fatal, Holdfast, Retry
+from holdfast import Context, Fatal, Holdfast, RequireApproval, Retry
+from holdfast.client.job import Job
+from holdfast.client.task import Task
 from holdfast.core.job import Claim, Envelope, new_job_ids
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from holdfast.core.verdict import Release, Settlement
 from holdfast.errors import Unavailable
-from holdfast.handle import Job
-from holdfast.offices import Offices
-from holdfast.task import Task
+from holdfast.operations.operations import Operations
 from holdfast.testing import drain
 from tests.people.world import ADA, APPROVER, BOB, person
 
@@ -72,7 +72,7 @@ class Histories:
         async def transfer(amount: int) -> int:
             return amount
 
-        app.guard.rule("transfers", task="transfer", then=AskPeople("it is money", deadline=timedelta(days=1)))
+        app.guard.rule("transfers", task="transfer", then=RequireApproval("it is money", deadline=timedelta(days=1)))
         self.fetch, self.second_time, self.charge, self.call, self.order = fetch, second_time, charge, call, order
         self.publish, self.nap, self.ask, self.transfer = publish, nap, ask, transfer
 
@@ -80,8 +80,8 @@ class Histories:
         raise ConnectionError("the answer was lost")
 
     @property
-    def offices(self) -> Offices:
-        return Offices.of(self.app)
+    def offices(self) -> Operations:
+        return Operations.for_app(self.app)
 
     async def make_all(self) -> dict[str, str]:
         """All histories side by side, each in a queue of its own; the ids of their jobs."""
@@ -95,16 +95,16 @@ class Histories:
                 else:
                     ids[name] = job.id
             await drain(self.app, sorted(HISTORIES.keys() - UNSERVED))
-            await self.app.ledger.caught_up(timeout=60)
+            await self.app.ledger.wait_caught_up(timeout=60)
         return ids
 
     async def approval_of(self, job: Job[Any]) -> str:
-        ask = (await job.view()).meta.ask
+        ask = (await job.info()).meta.ask
         assert ask is not None
         return ask.approval_id
 
     async def letter_of(self, job: Job[Any]) -> str:
-        return (await job.view()).meta.dlq_id
+        return (await job.info()).meta.dlq_id
 
     async def claim(self, queue: str) -> Claim:
         (claim,) = await self.app.engine.claim("worker-1", [queue], 1, 10_000)
@@ -130,7 +130,7 @@ async def _cancelled_while_running(at: Histories, queue: str) -> AsyncIterator[J
 
 async def _expedited(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue, delay=3_600).submit()
-    await at.offices.operating.retry_now(ADA, job.id, queue=queue, reason="it is urgent")
+    await at.offices.operating.expedite(ADA, job.id, queue=queue, reason="it is urgent")
     yield job
 
 
@@ -163,27 +163,27 @@ async def _running(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
 
 
 async def _paused(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
-    await at.offices.operating.change_control(ADA, queue, reason="moves", verb="pause", paused=True)
+    await at.offices.operating.update_control(ADA, queue, reason="moves", verb="pause", paused=True)
     yield await at.fetch.options(queue=queue).submit()
 
 
 async def _retrying_and_paused(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.fetch.options(queue=queue).submit()
     yield job
-    await at.offices.operating.change_control(ADA, queue, reason="", verb="pause", paused=True)
+    await at.offices.operating.update_control(ADA, queue, reason="", verb="pause", paused=True)
     yield job
 
 
 async def _approved(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.transfer.options(queue=queue).submit(1)
-    await at.app.ledger.caught_up(timeout=60)
+    await at.app.ledger.wait_caught_up(timeout=60)
     await at.offices.approvals.vote(APPROVER, await at.approval_of(job), approve=True, reason="fine")
     yield job
 
 
 async def _rejected(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.transfer.options(queue=queue).submit(1)
-    await at.app.ledger.caught_up(timeout=60)
+    await at.app.ledger.wait_caught_up(timeout=60)
     await at.offices.approvals.vote(APPROVER, await at.approval_of(job), approve=False, reason="too much")
     yield job
 
@@ -206,36 +206,36 @@ async def _two_of_two(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
 async def _replayed(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.charge.options(queue=queue).submit(5)
     yield job
-    await at.offices.letters.replay(ADA, await at.letter_of(job), reason="the bank is back")
+    await at.offices.dead_letters.replay(ADA, await at.letter_of(job), reason="the bank is back")
     yield job
 
 
 async def _replay(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.charge.options(queue=queue).submit(5)
     yield job
-    done = await at.offices.letters.replay(ADA, await at.letter_of(job), reason="")
+    done = await at.offices.dead_letters.replay(ADA, await at.letter_of(job), reason="")
     yield at.app.job(done.job_id, queue)
 
 
 async def _discarded(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.charge.options(queue=queue).submit(5)
     yield job
-    await at.offices.letters.discard(ADA, await at.letter_of(job), "nothing to do")
-    await at.offices.letters.confirm(BOB, await at.letter_of(job))
+    await at.offices.dead_letters.discard(ADA, await at.letter_of(job), "nothing to do")
+    await at.offices.dead_letters.confirm(BOB, await at.letter_of(job))
     yield job
 
 
 async def _kept(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     job = await at.charge.options(queue=queue).submit(5)
     yield job
-    await at.offices.letters.discard(ADA, await at.letter_of(job), "nothing to do")
-    await at.offices.letters.keep(BOB, await at.letter_of(job), "there is")
+    await at.offices.dead_letters.discard(ADA, await at.letter_of(job), "nothing to do")
+    await at.offices.dead_letters.keep(BOB, await at.letter_of(job), "there is")
     yield job
 
 
 async def _unknown_task(at: Histories, queue: str) -> AsyncIterator[Job[Any]]:
     envelope = Envelope(job_id=new_job_ids(1)[0], task="no.such.task", payload=b"{}", queue=queue)
-    receipt = await (await at.app.desk()).submit(envelope)
+    receipt = await (await at.app.submitter()).submit(envelope)
     yield at.app.job(receipt.job_id, queue)
 
 

@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from holdfast import Holdfast
 from holdfast.cli.program import program
-from holdfast.core.person import ALL_TENANTS, Person, Role
-from holdfast.offices import Offices
+from holdfast.core.principal import ALL_TENANTS, Principal, Role
+from holdfast.operations.operations import Operations
 from holdfast.testing import drain
 
-ROOT = Person(name="root", role=Role.ADMIN, tenants=frozenset({ALL_TENANTS}))
+ROOT = Principal(name="root", role=Role.ADMIN, tenants=frozenset({ALL_TENANTS}))
 
 
 class Terminal:
@@ -53,7 +53,7 @@ class Desk:
     def tokens(self, **people: Role) -> dict[str, str]:
         async def make() -> dict[str, str]:
             async with self.app:
-                office = Offices.of(self.app).tokens
+                office = Operations.for_app(self.app).tokens
                 return {
                     name: (await office.create(ROOT, name=name, role=role, tenants=[ALL_TENANTS], expires_in=None))[1]
                     for name, role in people.items()

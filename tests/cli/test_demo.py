@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast import State
-from holdfast.core.job import EMPTY_META, Event, JobView
+from holdfast.core.job import EMPTY_META, Event, JobInfo
 from tests.cli.harness import environment, eventually
 from tests.processes import children
 
@@ -65,7 +65,7 @@ def test_the_demo_s_reckoning_can_go_red(changes: dict[str, Any], kinds: list[st
     from holdfast.demo.check import Expected, compare
 
     values: dict[str, Any] = {"state": State.SUCCEEDED, "attempt": 1} | changes
-    view = JobView(
+    view = JobInfo(
         job_id="j",
         task="t",
         queue="q",

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from holdfast import Settings
-from holdfast.cli.doctor import examine
+from holdfast.cli.commands.doctor import examine
 from holdfast.core.job import Envelope
-from holdfast.engine.factory import build_engine
-from holdfast.engine.port import Control, Engine, Finding
+from holdfast.engine.port import Engine
+from holdfast.engine.port.operators import QueueControl
+from holdfast.engine.port.reads import Finding
+from holdfast.factory import build_engine
 from holdfast.testing import ManualClock
 
 
@@ -55,7 +57,7 @@ async def test_jobs_that_nobody_works_on_are_a_warning_until_a_worker_comes(engi
 
 
 async def test_a_paused_queue_is_a_warning(engine: Engine) -> None:
-    await engine.set_control("default", Control(paused=True))
+    await engine.set_control("default", QueueControl(paused=True))
     found = await finding(engine, "queue default")
     assert (found.ok, found.warning) == (False, True)
     assert found.advice == "holdfast queues resume default"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.chaos.servers import PostgresServer, free_port
-from holdfast.cli.exits import ExitCode
+from holdfast.cli.command import ExitCode
+from holdfast.verification.chaos.servers import PostgresServer, free_port
 from tests.cli.harness import Shell
 from tests.cli.test_people import Desk, desk  # noqa: F401 - a fixture
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import create_engine, inspect
 
 from holdfast import Context, Holdfast, Retry, State
-from holdfast.cli.exits import ExitCode
+from holdfast.cli.command import ExitCode
 from holdfast.testing import drain
 from tests.cli.harness import Shell, environment
 

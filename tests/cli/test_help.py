@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from holdfast.cli.exits import ExitCode
+from holdfast.cli.command import ExitCode
 from holdfast.cli.program import program
 from tests.cli.harness import SOURCE
 from tools import gen_docs

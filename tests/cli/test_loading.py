@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Holdfast
-from holdfast.cli.loading import load_app
+from holdfast.cli.session import load_app
 from holdfast.errors import UsageError
 
 ONE = "from holdfast import Holdfast\napp = Holdfast('sqlite:///one.db')\nalias = app\n"

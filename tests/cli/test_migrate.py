@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from holdfast.chaos.servers import free_port
 from holdfast.cli.program import program
-from holdfast.engine.sqlite.connection import SCHEMA_VERSION
-from holdfast.ledger.version import HEAD
+from holdfast.engine.sqlite.schema import SCHEMA_VERSION
+from holdfast.schema.columns import HEAD
 from holdfast.settings import Settings
+from holdfast.verification.chaos.servers import free_port
 from tests.cli.harness import Shell
 
 

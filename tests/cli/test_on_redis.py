@@ -9,8 +9,8 @@ import pytest
 import redis
 from typer.testing import CliRunner, Result
 
-from holdfast.chaos.servers import RedisServer
 from holdfast.cli.program import program
+from holdfast.verification.chaos.servers import RedisServer
 from tests.cli.harness import Shell
 from tests.conftest import MakeServer
 

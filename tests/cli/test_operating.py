@@ -12,10 +12,10 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from holdfast import Context, Holdfast, Retry, State
-from holdfast.cli.exits import ExitCode
+from holdfast.cli.command import ExitCode
 from holdfast.core.job import Event
-from holdfast.engine.port import FeedEntry
-from holdfast.ledger.port import Reservation
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.ledger.port.effects import Reservation
 from holdfast.testing import drain
 from tests.cli.harness import Shell
 from tests.cli.test_commands import InProcess
@@ -114,12 +114,12 @@ def test_a_reserved_effect_whose_holder_is_lost_is_in_doubt(shell: Shell, cli: I
 
     async def reserve() -> None:
         async with Holdfast(url) as app:
-            assert app.ledger_port is not None
+            assert app.ledger_backend is not None
             wish = Reservation(
                 tenant_id="default", key="k", function="f", fingerprint="x", token="t", queue="default", job_id="gone",
-                attempt=1, worker="dead-worker", instead_of="",
+                attempt=1, worker="dead-worker", replaces_token="",
             )  # fmt: skip
-            await app.ledger_port.effects.reserve([wish])
+            await app.ledger_backend.effects.reserve([wish])
 
     asyncio.run(reserve())
     for words in ((), ("--state", "in_doubt")):
@@ -229,14 +229,14 @@ def test_a_job_whose_creation_the_ledger_never_saw(
 
     async def project() -> None:
         async with Holdfast(redis_url, ledger=ledger_url, namespace=namespace) as app:
-            assert app.ledger_port is not None
-            projection = app.ledger_port.projection
+            assert app.ledger_backend is not None
+            projection = app.ledger_backend.projection
             assert projection is not None
             event = Event(
                 type="task.claimed", job_id="orphan", at_ms=1_800_000_000_000, from_state=State.QUEUED,
                 to_state=State.RUNNING, attempt=1, worker="w-1",
             )  # fmt: skip
-            at = await projection.take("q", "p", 60_000)
+            at = await projection.acquire("q", "p", 60_000)
             assert at is not None
             await projection.project("q", "p", 60_000, at, [FeedEntry("1-0", "n", [event])])
 

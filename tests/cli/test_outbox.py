@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.exits import ExitCode
-from holdfast.outbox.writing import Event, Outbox
+from holdfast.cli.command import ExitCode
+from holdfast.outbox.writer import NewOutboxEvent, Outbox
 from holdfast.settings import Settings
 from tests.cli.harness import Shell, eventually
 from tests.cli.test_people import Desk
@@ -29,7 +29,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     return desk
 
 
-def write(path: Path, *events: Event) -> list[str]:
+def write(path: Path, *events: NewOutboxEvent) -> list[str]:
     with closing(sqlite3.connect(path)) as connection:
         ids = Outbox(Settings(url="sqlite://")).add_many_sync(connection, events)
         connection.commit()
@@ -51,9 +51,9 @@ def filled(desk: Desk) -> tuple[str, str, str]:
     path = desk.folder / "jobs.db"
     one, two, three = write(
         path,
-        Event(topic="orders", key="o-1", payload={"n": 1}, tenant_id="acme", headers={"x-event-name": "paid"}),
-        Event(topic="orders", key="o-2", payload={"n": 2}, tenant_id="globex", destination="other"),
-        Event(topic="mails", payload=b"raw", tenant_id="acme"),
+        NewOutboxEvent(topic="orders", key="o-1", payload={"n": 1}, tenant_id="acme", headers={"x-event-name": "paid"}),
+        NewOutboxEvent(topic="orders", key="o-2", payload={"n": 2}, tenant_id="globex", destination="other"),
+        NewOutboxEvent(topic="mails", payload=b"raw", tenant_id="acme"),
     )
     kill(path, one, two)
     return one, two, three
@@ -133,7 +133,7 @@ def test_the_relay_as_a_process(shell: Shell, redis_url: str, namespace: str) ->
     path = file_of(shell)
     targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
     stream = f"{namespace}:orders"
-    write(path, *[Event(topic=stream, key="k", payload=number) for number in range(3)])
+    write(path, *[NewOutboxEvent(topic=stream, key="k", payload=number) for number in range(3)])
     environment = {"HOLDFAST_OUTBOX_TARGETS": json.dumps(targets)}
     with shell.start("outbox", "relay", "--metrics-port", "0", **environment) as relay:
         relay.wait_log("destinations default, holdfast")
@@ -156,7 +156,7 @@ def test_the_relay_as_a_process(shell: Shell, redis_url: str, namespace: str) ->
 
 def test_the_relay_takes_an_apps_targets(shell: Shell, redis_url: str, namespace: str) -> None:
     shell.run("submit", "add", '{"a": 1}')
-    write(file_of(shell), Event(topic=f"{namespace}:orders", payload=1))
+    write(file_of(shell), NewOutboxEvent(topic=f"{namespace}:orders", payload=1))
     targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
     (file_of(shell).parent / "targets.py").write_text(
         f"from holdfast import Holdfast\n\napp = Holdfast(outbox_targets={targets!r})\n"
@@ -171,7 +171,7 @@ def test_the_relay_takes_an_apps_targets(shell: Shell, redis_url: str, namespace
 def test_other_processes_relay_too(shell: Shell, redis_url: str, namespace: str, words: Any) -> None:
     shell.run("submit", "add", '{"a": 1}')
     targets = {"default": {"type": "redis", "connection": {"url": redis_url}}}
-    write(file_of(shell), Event(topic=f"{namespace}:orders", payload=1))
+    write(file_of(shell), NewOutboxEvent(topic=f"{namespace}:orders", payload=1))
     environment = {"HOLDFAST_OUTBOX_TARGETS": json.dumps(targets), "HOLDFAST_OUTBOX_RELAY": str(words[0] == "worker")}
     with shell.start(*words, **environment) as process:
         eventually(lambda: [event["status"] for event in shell.json("outbox", "list")] == ["SENT"], what="it is sent")

@@ -10,26 +10,24 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from holdfast.cli.exits import ExitCode, exit_code, report
-from holdfast.cli.format import (
+from holdfast.cli.command import ExitCode, exit_code, print_error
+from holdfast.cli.job_view import timeline
+from holdfast.cli.live_view import show_events
+from holdfast.cli.output import (
     as_json,
+    emit_rows,
     error_text,
     instant,
-    iso,
     job_document,
     number_of,
     priority_name,
     shorten,
     span,
 )
-from holdfast.cli.logs import JsonLines
-from holdfast.cli.output import emit_rows
-from holdfast.cli.parse import duration, moment, payload
-from holdfast.cli.redact import redact
-from holdfast.cli.stage import show_events
-from holdfast.cli.timeline import timeline
-from holdfast.cli.who import local_person
-from holdfast.core.job import EMPTY_META, Attempt, Event, Failure, JobView, Meta
+from holdfast.cli.parse import duration, parse_instant, payload
+from holdfast.cli.session import local_principal
+from holdfast.clock import iso
+from holdfast.core.job import EMPTY_META, Attempt, Event, Failure, JobInfo, Meta
 from holdfast.core.states import State
 from holdfast.errors import (
     EngineUnavailable,
@@ -44,6 +42,8 @@ from holdfast.errors import (
     UsageError,
     WaitTimeout,
 )
+from holdfast.observe.log_formats import JsonFormatter
+from holdfast.observe.redact import redact
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_every_error_has_its_exit_code(error: HoldfastError, code: int) -> None:
 
 
 def test_an_error_is_one_redacted_line(capsys: pytest.CaptureFixture[str]) -> None:
-    code = report(EngineUnavailable("redis://app:hunter2@cache:6379\ndoes not answer"), debug=False)
+    code = print_error(EngineUnavailable("redis://app:hunter2@cache:6379\ndoes not answer"), debug=False)
     assert code is ExitCode.UNAVAILABLE
     assert capsys.readouterr().err == "holdfast: ENGINE_UNAVAILABLE: redis://app:***@cache:6379 does not answer\n"
 
@@ -74,7 +74,7 @@ def test_debug_shows_the_traceback_without_the_password(capsys: pytest.CaptureFi
     try:
         raise EngineUnavailable("redis://app:hunter2@cache does not answer") from OSError("refused")
     except EngineUnavailable as exc:
-        report(exc, debug=True)
+        print_error(exc, debug=True)
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert "refused" in shown
@@ -127,15 +127,15 @@ def test_a_negative_duration_is_shown_as_it_was_typed(text: str) -> None:
 
 def test_a_date_without_a_time_gets_one_in_the_advice() -> None:
     with pytest.raises(InvalidOption, match="write 2030-01-31T08:00:00Z for UTC, or 2030-01-31T08:00:00\\+02:00"):
-        moment("2030-01-31", "--run-at")
+        parse_instant("2030-01-31", "--run-at")
 
 
 def test_instants_need_a_time_zone() -> None:
-    assert moment("2030-01-31T08:00:00Z", "--run-at") == datetime(2030, 1, 31, 8, tzinfo=UTC)
+    assert parse_instant("2030-01-31T08:00:00Z", "--run-at") == datetime(2030, 1, 31, 8, tzinfo=UTC)
     with pytest.raises(InvalidOption, match="no time zone"):
-        moment("2030-01-31T08:00:00", "--run-at")
+        parse_instant("2030-01-31T08:00:00", "--run-at")
     with pytest.raises(InvalidOption, match="no instant"):
-        moment("tomorrow", "--run-at")
+        parse_instant("tomorrow", "--run-at")
 
 
 def test_arguments_as_pairs_or_as_a_document() -> None:
@@ -183,13 +183,13 @@ def test_a_log_line_is_json_without_secrets() -> None:
     )
     record.queue = "mail"
     record.strange = object
-    line = json.loads(JsonLines().format(record))
+    line = json.loads(JsonFormatter().format(record))
     assert (line["level"], line["logger"], line["message"]) == ("info", "holdfast.x", "at redis://u:***@h")
     assert line["queue"] == "mail"
     assert "stack" not in line
 
 
-def view(state: State, meta: Meta = EMPTY_META, **changes: object) -> JobView:
+def view(state: State, meta: Meta = EMPTY_META, **changes: object) -> JobInfo:
     values: dict[str, object] = {
         "job_id": "j1",
         "task": "t",
@@ -201,7 +201,7 @@ def view(state: State, meta: Meta = EMPTY_META, **changes: object) -> JobView:
         "trace_id": "",
         "created_at_ms": 1_000,
     }
-    return JobView(**(values | {"state": state, "meta": meta} | changes))  # type: ignore[arg-type]
+    return JobInfo(**(values | {"state": state, "meta": meta} | changes))  # type: ignore[arg-type]
 
 
 def test_a_timeline_tells_of_attempts_and_of_the_leases_lost_between_them() -> None:
@@ -265,7 +265,7 @@ def test_a_log_line_has_the_stack_of_an_exception() -> None:
         raise ValueError("at redis://u:pw@h")
     except ValueError:
         record = logging.LogRecord("x", logging.ERROR, "f", 1, "broke", (), sys.exc_info())
-    line = json.loads(JsonLines().format(record))
+    line = json.loads(JsonFormatter().format(record))
     assert "ValueError: at redis://u:***@h" in line["stack"]
 
 
@@ -273,9 +273,9 @@ def test_without_a_user_name_somebody_local_is_at_work(monkeypatch: pytest.Monke
     def nobody() -> str:
         raise OSError("no user name")
 
-    assert local_person().name.startswith("local:")
+    assert local_principal().name.startswith("local:")
     monkeypatch.setattr("getpass.getuser", nobody)
-    assert local_person().name == "local:unknown"
+    assert local_principal().name == "local:unknown"
 
 
 def test_a_flood_is_counted_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.exits import ExitCode
+from holdfast.cli.command import ExitCode
 from holdfast.core.states import State
 from tests.cli.harness import Shell
 from tests.cli.test_commands import InProcess

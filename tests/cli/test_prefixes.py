@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 from redis import Redis
 
-from holdfast.cli.exits import ExitCode
+from holdfast.cli.command import ExitCode
 from holdfast.core.job import Envelope
 from holdfast.core.states import State
 from tests.cli.deployments import PAIRS, Deployment, deployed
@@ -37,7 +37,7 @@ async def _fill(world: World) -> None:
         envelope = Envelope(
             job_id=job_id, task="charge", payload=b'{"amount": 1}', tenant_id=tenant, delay_ms=3_600_000
         )
-        await (await world.app.desk()).submit(envelope)
+        await (await world.app.submitter()).submit(envelope)
 
 
 def test_prefixes_of_jobs(at: Deployment) -> None:
@@ -136,7 +136,7 @@ def test_many_candidates_are_not_all_listed(
 def test_prefixes_of_dead_letters_and_approvals(at: Deployment) -> None:
     async def leave(world: World) -> tuple[list[str], str]:
         held = await world.charge.options(hold=True).submit(1)
-        ask = (await held.view()).meta.ask
+        ask = (await held.info()).meta.ask
         assert ask is not None
         return await world.dead(2), ask.approval_id
 

@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 from holdfast import Context, Fatal, Holdfast, Retry, State
 from holdfast.cli.output import as_cards, as_table
 from holdfast.cli.program import program
-from holdfast.cli.who import local_person
-from holdfast.core.person import ALL_TENANTS, Role
-from holdfast.engine.port import Control
-from holdfast.ledger.trigger_book import Execution, Presence, Status
-from holdfast.offices import Offices
-from holdfast.outbox.writing import Event
+from holdfast.cli.session import local_principal
+from holdfast.core.principal import ALL_TENANTS, Role
+from holdfast.engine.port.operators import QueueControl
+from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat
+from holdfast.operations.operations import Operations
+from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.testing import drain
 from tests import forked
 from tests.cli.harness import Shell, environment
@@ -89,18 +89,20 @@ class Filled:
             doubtful = [await self.publish.submit() for _ in range(2)]
             await drain(self.app)
             self.ids = {"suspended": doubtful[0].id, "suspended_too": doubtful[1].id}
-            self.ids["letter"], self.ids["letter_too"] = [(await job.view()).meta.dlq_id for job in dead]
+            self.ids["letter"], self.ids["letter_too"] = [(await job.info()).meta.dlq_id for job in dead]
             held = await self.charge.options(hold=True, tenant_id="a-tenant-with-a-name").submit(3)
-            ask = (await held.view()).meta.ask
+            ask = (await held.info()).meta.ask
             assert ask is not None
             self.ids["approval"] = ask.approval_id
             await self.charge.options(delay=3600, idempotency_key=_KEY).submit(4)
             await self._operate()
-            ledger = self.app.ledger_port
+            ledger = self.app.ledger_backend
             assert ledger is not None
             jobs = [job.job_id for job in await ledger.queries.latest(100)]
         self.all = {*jobs, *self.ids.values()}
-        event = Event(topic="warehouse.orders.placed", key=_KEY, payload={"n": 1}, tenant_id="a-tenant-with-a-name")
+        event = NewOutboxEvent(
+            topic="warehouse.orders.placed", key=_KEY, payload={"n": 1}, tenant_id="a-tenant-with-a-name"
+        )
         (written,) = write(self.folder / "jobs.db", event)
         kill(self.folder / "jobs.db", written)
         with closing(sqlite3.connect(self.folder / "jobs.db")) as connection:
@@ -109,35 +111,37 @@ class Filled:
             connection.commit()
 
     async def _operate(self) -> None:
-        offices, person = Offices.of(self.app), local_person()
+        offices, person = Operations.for_app(self.app), local_principal()
         change = {"paused": True, "backlog_alert": 5_000}
-        control = await offices.operating.change_control(person, "default", reason="moves", verb="pause", **change)
-        assert isinstance(control, Control)
+        control = await offices.operating.update_control(person, "default", reason="moves", verb="pause", **change)
+        assert isinstance(control, QueueControl)
         await offices.tokens.create(person, name="deploy", role=Role.OPERATOR, tenants=[ALL_TENANTS], expires_in=None)
-        ledger = self.app.ledger_port
+        ledger = self.app.ledger_backend
         assert ledger is not None
         now_ms = await self.app.engine.now_ms()
         health = {"status": "unhealthy", "running": True, "active_workers": 3, "paused": False}
         processes = [f"worker-{n}.warehouse.example.org-4711-0f{n}e2d3c" for n in range(4)]
         presences = [
-            Presence(name="orders", process=one, queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms)
+            TriggerHeartbeat(
+                name="orders", process=one, queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
+            )
             for one in processes
         ]
-        await ledger.triggers.report(presences, forget_after_ms=600_000)
+        await ledger.triggers.heartbeat(presences, forget_after_ms=600_000)
         row = Execution(
             tenant_id="acme",
             id="1",
             message_id="warehouse.orders.placed/0/1234567890123",
             queue_name="warehouse.orders.placed",
             event_name="order.placed",
-            status=Status.FAILED,
+            status=ExecutionStatus.FAILED,
             started_at_ms=now_ms - 1500,
             completed_at_ms=now_ms,
             agent_run_id=self.ids["suspended"],
             error_message="ValueError: no such order",
             retry_count=3,
         )
-        await ledger.triggers.record([row])
+        await ledger.triggers.record_executions([row])
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 from redis import Redis
 
-from holdfast.cli.exits import ExitCode
+from holdfast.cli.command import ExitCode
 from tests.cli.harness import Shell, eventually
 from tests.cli.test_people import Desk, desk  # noqa: F401 - a fixture
 from tests.cli.test_triggers import counts, streams, write

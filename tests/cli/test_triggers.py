@@ -16,10 +16,10 @@ import yaml
 from redis import Redis
 
 from holdfast import Holdfast
-from holdfast.cli.exits import ExitCode
-from holdfast.cli.who import local_person
-from holdfast.ledger.trigger_book import Execution, Presence, Status
-from holdfast.offices import Offices
+from holdfast.cli.command import ExitCode
+from holdfast.cli.session import local_principal
+from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat
+from holdfast.operations.operations import Operations
 from tests.cli.harness import Process, Shell, eventually
 from tests.cli.test_people import Desk, desk  # noqa: F401 - a fixture
 
@@ -42,26 +42,26 @@ def leave(desk: Desk, name: str = "orders", *, age_ms: int = 0) -> None:  # noqa
 
     async def report() -> None:
         async with Holdfast(f"sqlite:///{desk.folder}/jobs.db") as app:
-            assert app.ledger_port is not None
+            assert app.ledger_backend is not None
             now_ms = await app.engine.now_ms()
             health = {"status": "healthy", "running": True, "active_workers": 3, "paused": False}
-            presence = Presence(
+            presence = TriggerHeartbeat(
                 name=name, process="host-1", queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
             )
-            await app.ledger_port.triggers.report([presence], forget_after_ms=60_000)
+            await app.ledger_backend.triggers.heartbeat([presence], forget_after_ms=60_000)
             row = Execution(
                 tenant_id="acme",
                 id="1",
                 message_id="orders/0/17",
                 queue_name="orders",
                 event_name="order.placed",
-                status=Status.FAILED,
+                status=ExecutionStatus.FAILED,
                 started_at_ms=now_ms - 1500,
                 completed_at_ms=now_ms,
                 error_message="ValueError: no such order",
                 retry_count=3,
             )
-            await app.ledger_port.triggers.record([row])
+            await app.ledger_backend.triggers.record_executions([row])
 
     asyncio.run(report())
 
@@ -230,7 +230,7 @@ def at_office(shell: Shell, what: str, *words: Any, **more: Any) -> Any:
 
     async def ask() -> Any:
         async with Holdfast(shell.environment["HOLDFAST_URL"]) as app:
-            return await getattr(Offices.of(app).triggering, what)(local_person(), *words, **more)
+            return await getattr(Operations.for_app(app).triggers, what)(local_principal(), *words, **more)
 
     return asyncio.run(ask())
 

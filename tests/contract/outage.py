@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import pytest
 
-from holdfast.chaos.topologies import ClusterRedis
 from holdfast.core.job import Lease
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.testing.contract import Rig
+from holdfast.verification.chaos.topologies import ClusterRedis
 from tests.harness import RedisHarness, closing
 from tests.servers import find_server
 from tools.servers import REDIS

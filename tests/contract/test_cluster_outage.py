@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast, State
-from holdfast.chaos.topologies import ClusterRedis
-from holdfast.core.verdict import Answer, Settlement, Succeed
-from holdfast.engine.port import PartlyDone
-from holdfast.engine.redis.client import ConnectionLost
+from holdfast.core.verdict import Settlement, SettleResult, Succeed
+from holdfast.engine.port import PartialFailure
 from holdfast.engine.redis.engine import RedisEngine
+from holdfast.engine.redis.net.client import ConnectionLost
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.contract import Rig
-from holdfast.upkeep.alarm import Alarm
-from holdfast.upkeep.loop import Queues
-from holdfast.upkeep.pruner import Pruner
-from holdfast.upkeep.reclaimer import Reclaimer
+from holdfast.upkeep.backlog_monitor import BacklogMonitor
+from holdfast.upkeep.engine_tasks import EnginePruner, Reclaimer
+from holdfast.upkeep.loop import QueueSelection
+from holdfast.verification.chaos.topologies import ClusterRedis
 from tests.conftest import MakeCluster
 from tests.contract.outage import REPLY_S, Scene
 from tests.contract.outage import cluster as cluster
@@ -51,7 +50,7 @@ async def test_claims_go_on_around_a_dead_node(scene: Scene, caplog: pytest.LogC
     back = await scene.claim_all(20)
     assert {claim.job_id for claim in back} == set(submitted[scene.hit])
     assert len([line for line in caplog.messages if "answers again" in line]) == 1
-    assert await scene.engine.settle([_done(claim) for claim in (*claims, *back)]) == [Answer.APPLIED] * 60
+    assert await scene.engine.settle([_done(claim) for claim in (*claims, *back)]) == [SettleResult.APPLIED] * 60
 
 
 async def test_what_a_lost_reply_had_granted_comes_first_and_once(
@@ -81,7 +80,7 @@ async def test_what_a_lost_reply_had_granted_comes_first_and_once(
     assert {claim.attempt for claim in found} == {1}
     assert {claim.lease.deliveries for claim in found} == {1}
     assert {claim.job_id for claim in known} == set(before)
-    assert await scene.engine.settle([_done(claim) for claim in (*known, *found)]) == [Answer.APPLIED] * 6
+    assert await scene.engine.settle([_done(claim) for claim in (*known, *found)]) == [SettleResult.APPLIED] * 6
 
 
 async def test_a_hung_node_is_waited_for_once(scene: Scene) -> None:
@@ -117,12 +116,12 @@ async def test_other_queues_take_jobs_and_keep_their_leases(scene: Scene) -> Non
     scene.engine._store._known[alive] = 0.0
     assert await healthy.submit_one()
     await scene.harness.age_queue(alive, 20_000)
-    with pytest.raises(PartlyDone):
+    with pytest.raises(PartialFailure):
         await scene.engine.renew([claim.lease for claim in claims])
     stream = scene.harness.keys(alive).streams[1].decode()
     (row,) = await scene.raw(alive, "XPENDING", stream, scene.harness.names.group, "-", "+", 10)
     assert row[2] < 20_000
-    assert await healthy.succeed(claims[1]) == [Answer.APPLIED]
+    assert await healthy.succeed(claims[1]) == [SettleResult.APPLIED]
 
 
 async def test_only_if_no_node_answers_a_call_fails(scene: Scene) -> None:
@@ -132,7 +131,7 @@ async def test_only_if_no_node_answers_a_call_fails(scene: Scene) -> None:
     for call in (
         lambda: scene.engine.claim("w1", only, 10, 0, tuple),
         lambda: scene.engine.claim("w1", scene.queues, 10, 0),
-        lambda: scene.engine.resume("w1", only, ()),
+        lambda: scene.engine.recover_claims("w1", only, ()),
         lambda: scene.engine.reclaim("w1", only, 10),
         lambda: scene.engine.promote(only, 10),
         lambda: scene.engine.prune(only),
@@ -148,23 +147,23 @@ async def test_verdicts_are_settled_where_they_can_be(scene: Scene) -> None:
     claims = await scene.claim_all(6)
     settlements = [_done(claim) for claim in claims]
     scene.kill()
-    for applied in (Answer.APPLIED, Answer.ALREADY):
-        with pytest.raises(PartlyDone, match=r"cannot be reached|connection was lost") as raised:
+    for applied in (SettleResult.APPLIED, SettleResult.ALREADY):
+        with pytest.raises(PartialFailure, match=r"cannot be reached|connection was lost") as raised:
             await scene.engine.settle(settlements)
-        assert raised.value.done == [None if each.queue == scene.hit else applied for each in claims]
+        assert raised.value.completed == [None if each.queue == scene.hit else applied for each in claims]
     assert scene.engine.counts.succeeded == 4
-    with pytest.raises(PartlyDone) as raised:
+    with pytest.raises(PartialFailure) as raised:
         await scene.engine.settle([each for each in settlements if each.claim.queue == scene.hit])
-    assert raised.value.done == [None, None]
+    assert raised.value.completed == [None, None]
     await scene.heal()
-    answers: list[Answer] = []
+    answers: list[SettleResult] = []
     async with asyncio.timeout(10):
         while not answers:
             try:
                 answers = await scene.engine.settle(settlements)
-            except PartlyDone:
+            except PartialFailure:
                 await asyncio.sleep(0.02)
-    assert Counter(answers) == {Answer.APPLIED: 2, Answer.ALREADY: 4}
+    assert Counter(answers) == {SettleResult.APPLIED: 2, SettleResult.ALREADY: 4}
 
 
 async def test_upkeep_goes_on_around_a_dead_node(scene: Scene) -> None:
@@ -183,21 +182,21 @@ async def test_upkeep_goes_on_around_a_dead_node(scene: Scene) -> None:
         assert await engine.queues() == sorted(scene.queues), "the list was on the dead node, and is remembered"
     assert len(asked) == 1, "a node that hangs would be waited for each time"
     assert (await engine.promote(scene.queues, 10)).count == 2
-    with pytest.raises(PartlyDone) as raised:
+    with pytest.raises(PartialFailure) as raised:
         await engine.renew([claim.lease for claim in lost])
-    assert raised.value.done == []
+    assert raised.value.completed == []
     assert [view.queue for view in await engine.workers(scene.queues)] == sorted(scene.well)
     for queue in scene.well:
         await harness.age_queue(queue, 120_000)
-    reclaimer = Reclaimer(engine, Queues(engine, scene.queues), _settings(), "upkeep-1")
+    reclaimer = Reclaimer(engine, QueueSelection(engine, scene.queues), _settings(), "upkeep-1")
     await reclaimer._turn()
     for queue in scene.well:
         assert (await engine.stats(queue)).states[State.QUEUED] == 2, "given back, and promoted"
-    await Pruner(engine, Queues(engine, scene.queues))._turn()
-    await engine.leave("w1", scene.queues)
-    await Alarm(engine, Queues(engine, scene.queues), _settings(backlog_alert=1), None).look()
+    await EnginePruner(engine, QueueSelection(engine, scene.queues))._turn()
+    await engine.deregister_worker("w1", scene.queues)
+    await BacklogMonitor(engine, QueueSelection(engine, scene.queues), _settings(backlog_alert=1), None).check()
     assert engine.counts.alerts == {f"backlog:{queue}" for queue in scene.well}
-    fresh = engine.sibling()
+    fresh = engine.clone()
     await fresh.open()
     assert await fresh.listen(scene.queues, 1) == []
     await fresh.close()
@@ -236,7 +235,7 @@ async def test_a_worker_goes_on_around_a_dead_node(scene: Scene, caplog: pytest.
             job = await work.options(queue=queue).submit(f"short-{number}")
             assert await job.result(60) == f"short-{number}"
             assert time.monotonic() - began < 10, "as long as a node may take to answer"
-        assert worker.in_hand == 1
+        assert worker.in_flight == 1
         assert worker.ready
         claims = _counted(app.engine, "claim")
         await asyncio.sleep(1)
@@ -245,7 +244,7 @@ async def test_a_worker_goes_on_around_a_dead_node(scene: Scene, caplog: pytest.
         assert await long[scene.hit].result(60) == f"long-{scene.hit}"
         job = await eventually_submitted(work.options(queue=scene.hit), "after")
         assert await job.result(60) == "after"
-        await eventually(lambda: worker.in_hand == 0)
+        await eventually(lambda: worker.in_flight == 0)
     assert set(runs.values()) == {1}
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert sum("is away" in line for line in said) == 1, said
@@ -299,7 +298,7 @@ async def test_a_replica_that_takes_over_is_found_without_a_word_from_the_dead_m
             for each in (rig, idle):
                 view = await _answered(each, first)
                 assert view.state is State.QUEUED
-            assert await rig.succeed(*await rig.claim()) == [Answer.APPLIED]
+            assert await rig.succeed(*await rig.claim()) == [SettleResult.APPLIED]
         finally:
             # The harness's own client asks the first node only.
             await asyncio.to_thread(cluster.heal)

@@ -12,25 +12,24 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from holdfast import Holdfast
+from holdfast.cli.live_view import Sampler
 from holdfast.cli.program import program
-from holdfast.cli.watch import Sampler
-from holdfast.cli.who import local_person
-from holdfast.core.job import Envelope, Failure, new_job_ids
+from holdfast.cli.session import local_principal
+from holdfast.core.job import Envelope, Failure, JobKey, new_job_ids
 from holdfast.core.verdict import DeadLetter, Settlement
-from holdfast.engine.port import EngineOptions
+from holdfast.engine.port.jobs import EngineOptions
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.errors import EngineUnavailable
-from holdfast.http.hub import Hub
-from holdfast.http.listening import Listener, Wish
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.letters import LetterFilter
-from holdfast.ledger.people import ReplayRow
-from holdfast.ledger.port import Position
-from holdfast.people.reaching import find_among
-from holdfast.upkeep.admission import admit
+from holdfast.http.event_hub import EventHub
+from holdfast.http.subscribers import StreamFilter, StreamSubscriber
+from holdfast.ledger.intake_recovery import reopen_intake
+from holdfast.ledger.port.ledger import FeedPosition
+from holdfast.ledger.port.operators import ReplayReservation
+from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+from holdfast.operations.jobs import find_in_queues
+from holdfast.upkeep.dispatch import ReplaySubmission
 from holdfast.upkeep.projector import Projector
 from holdfast.upkeep.reconciler import Reconciler
-from holdfast.upkeep.replays import Replays
 from tests.contract.outage import REPLY_S, Scene
 from tests.contract.outage import cluster as cluster
 from tests.contract.outage import scene as scene
@@ -96,29 +95,29 @@ async def test_over_http_too(scene: Scene, tmp_path: Path) -> None:
 async def test_who_looks_for_long_goes_on_around_a_dead_node(scene: Scene) -> None:
     sampler = Sampler(scene.engine, scene.queues)
     await scene.rig(scene.well[0]).submit(1)
-    assert [sample.stats.queue for sample in (await sampler.look()).samples] == scene.queues
+    assert [sample.stats.queue for sample in (await sampler.sample()).samples] == scene.queues
     await scene.rig(scene.well[0]).succeed(*await scene.rig(scene.well[0]).claim())
     await scene.rig(scene.hit).submit(1)
-    hub, listener = Hub(scene.engine), Listener(Wish(None), lambda: None)
-    await hub.join(listener, None)
+    hub, listener = EventHub(scene.engine), StreamSubscriber(StreamFilter(None), lambda: None)
+    await hub.subscribe(listener, None)
     scene.kill()
-    look = await sampler.look()
+    look = await sampler.sample()
     assert {sample.stats.queue: sample.rates["succeeded"] > 0 for sample in look.samples} == {
         scene.well[0]: True,
         scene.well[1]: False,
     }
-    assert (look.away, look.is_empty) == ([scene.hit], False), "who knows what is in it?"
+    assert (look.unreachable, look.is_empty) == ([scene.hit], False), "who knows what is in it?"
     (job_id,) = await scene.rig(scene.well[0]).submit(1)
     heard = b""
     async with asyncio.timeout(10):
         while job_id.encode() not in heard:
-            heard += await listener.take(1)
-    await hub.leave(listener)
-    found = await find_among(scene.engine, scene.queues, job_id, local_person())
+            heard += await listener.next_chunk(1)
+    await hub.unsubscribe(listener)
+    found = await find_in_queues(scene.engine, scene.queues, job_id, local_principal())
     assert found is not None
     assert found.queue == scene.well[0]
     with pytest.raises(EngineUnavailable, match=f"no answer for {scene.hit}"):
-        await find_among(scene.engine, scene.queues, "unknown, or there", local_person())
+        await find_in_queues(scene.engine, scene.queues, "unknown, or there", local_principal())
 
 
 class Books:
@@ -135,13 +134,13 @@ class Books:
     async def __aenter__(self) -> Self:
         await self.engine.open()
         await self.ledger.open()
-        own, self._ledger = self.engine.sibling(), open_ledger(self._url)
+        own, self._ledger = self.engine.clone(), open_ledger(self._url)
         await own.open()
         self._projector = own
         run = Projector(own, self._ledger, self.scene.queues, linger_s=0.001, round_s=0.1).run()
         self._task = asyncio.create_task(run)
         for queue in self.scene.queues:
-            await admit(self.engine, self.ledger, queue)
+            await reopen_intake(self.engine, self.ledger, queue)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -155,7 +154,7 @@ class Books:
         await self.engine.submit([envelope])
         return envelope.job_id
 
-    async def replays_to_hand_in(self) -> dict[str, ReplayRow]:
+    async def replays_to_hand_in(self) -> dict[str, ReplayReservation]:
         """One of each queue, of a dead letter, left half-way."""
         for queue in self.scene.queues:
             await self.submit(queue)
@@ -163,14 +162,14 @@ class Books:
             died = DeadLetter(Failure("TASK_ERROR", "boom"))
             await self.engine.settle([Settlement(claim, died, claim.claimed_at_ms)])
         await self.all_caught_up()
-        page = await self.ledger.queries.letters(LetterFilter(), 10)
-        begin = partial(self.ledger.people.begin_replay, person="ann", reason="again", payload=None)
-        return {letter.queue: await begin(None, letter.dlq_id) for letter in page.letters}
+        page = await self.ledger.queries.dead_letters(DeadLetterFilter(), 10)
+        begin = partial(self.ledger.operators.reserve_replay, person="ann", reason="again", payload=None)
+        return {letter.queue: await begin(None, letter.dlq_id) for letter in page.dead_letters}
 
     async def caught_up(self, queue: str) -> bool:
         assert self.ledger.projection is not None
-        end = await self.engine.survey(queue, [])
-        return await self.ledger.projection.position(queue) == Position(end.position, end.nonce)
+        end = await self.engine.snapshot(queue, [])
+        return await self.ledger.projection.position(queue) == FeedPosition(end.position, end.nonce)
 
     async def all_caught_up(self) -> None:
         for queue in self.scene.queues:
@@ -192,7 +191,7 @@ async def test_the_ledgers_side_goes_on_around_a_dead_node(scene: Scene, tmp_pat
         assert [job.key.job_id for job in report.jobs] == [lost[forgotten]]
         assert (report.checked, report.restored, list(report.away)) == (2, 1, [scene.hit])
         # Who has named no queues, and has never seen the list, which is on the dead node.
-        fresh = books.engine.sibling()
+        fresh = books.engine.clone()
         await fresh.open()
         report = await Reconciler(fresh, books.ledger).reconcile()
         assert (report.checked, list(report.away)) == (2, [scene.hit])
@@ -201,13 +200,13 @@ async def test_the_ledgers_side_goes_on_around_a_dead_node(scene: Scene, tmp_pat
         later = await books.submit(scene.well[0])
         assert books.ledger.projection is not None
         key = JobKey("default", scene.well[0], later)
-        assert await books.ledger.projection.wait_present([key], 10_000) == {key}
-        replays = Replays(books.engine, books.ledger)
+        assert await books.ledger.projection.wait_recorded([key], 10_000) == {key}
+        replays = ReplaySubmission(books.engine, books.ledger)
         with pytest.raises(EngineUnavailable):
-            await replays.turn()
+            await replays.run_once()
         for queue in scene.well:
             assert await books.engine.get(queue, [wanted[queue].new_job_id]) != [None]
-        unsubmitted = books.ledger.people.unsubmitted_replays
+        unsubmitted = books.ledger.operators.unsubmitted_replays
         assert [row.queue for row in await unsubmitted(10)] == [scene.hit]
         await scene.heal()
         await eventually(partial(_finished, replays), "the node is back")
@@ -215,8 +214,8 @@ async def test_the_ledgers_side_goes_on_around_a_dead_node(scene: Scene, tmp_pat
         assert await books.engine.get(scene.hit, [wanted[scene.hit].new_job_id]) != [None]
 
 
-async def _finished(replays: Replays) -> bool:
+async def _finished(replays: ReplaySubmission) -> bool:
     try:
-        return await replays.turn() > 0
+        return await replays.run_once() > 0
     except EngineUnavailable:
         return False

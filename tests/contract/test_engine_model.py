@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from holdfast.engine.port import Engine, RetryVia
-from holdfast.testing.machine import OPTIONS, World, engine_machine
+from holdfast.engine.port import Engine
+from holdfast.engine.port.jobs import RetryVia
+from holdfast.testing.state_machine import OPTIONS, World, engine_machine
 from tests.harness import RedisHarness, SqliteHarness
 
 EXAMPLES: Final = int(os.environ.get("HOLDFAST_TEST_MODEL_EXAMPLES", "1000"))

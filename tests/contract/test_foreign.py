@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.history import check_history
 from holdfast.core.job import Priority
 from holdfast.core.states import HEARTBEAT_EVENT, State
-from holdfast.core.verdict import MESSAGE_MALFORMED, Answer, RetryLater
-from holdfast.engine.port import Control, RetryVia
+from holdfast.core.verdict import MESSAGE_MALFORMED, RetryLater, SettleResult
+from holdfast.engine.port.jobs import RetryVia
+from holdfast.engine.port.operators import QueueControl
 from holdfast.testing.contract.harness import FAILURE, Rig, ids
-from holdfast.testing.history import check_history
 from tests.harness import RedisHarness
 
 pytestmark = pytest.mark.redis
@@ -69,8 +70,8 @@ async def test_a_plain_xadd_is_a_submission(foreigner: Foreigner) -> None:
 
     view = await foreigner.rig.view("j1")
     assert (view.state, view.task, view.payload, view.worker) == (State.RUNNING, "print", b'{"n":1}', "w1")
-    assert await foreigner.rig.succeed(claim) == [Answer.APPLIED]
-    assert await foreigner.rig.story("j1") == ["task.created", "task.claimed", "task.succeeded"]
+    assert await foreigner.rig.succeed(claim) == [SettleResult.APPLIED]
+    assert await foreigner.rig.event_types("j1") == ["task.created", "task.claimed", "task.succeeded"]
     check_history(await foreigner.rig.events(), ended=True)
     await foreigner.nothing_is_left()
 
@@ -97,15 +98,15 @@ async def test_foreign_and_own_messages_share_a_line(foreigner: Foreigner) -> No
     await foreigner.write({**WELL_FORMED, "task_id": "j2"})
     claims = await foreigner.rig.claim()
     assert sorted(ids(claims)) == sorted(["j1", own, "j2"])
-    assert await foreigner.rig.succeed(*claims) == [Answer.APPLIED] * 3
+    assert await foreigner.rig.succeed(*claims) == [SettleResult.APPLIED] * 3
     check_history(await foreigner.rig.events(), ended=True)
 
 
 async def test_it_waits_while_the_queue_is_paused(foreigner: Foreigner) -> None:
-    await foreigner.rig.engine.set_control(QUEUE, Control(paused=True))
+    await foreigner.rig.engine.set_control(QUEUE, QueueControl(paused=True))
     await foreigner.write(WELL_FORMED)
     assert await foreigner.rig.claim() == []
-    await foreigner.rig.engine.set_control(QUEUE, Control())
+    await foreigner.rig.engine.set_control(QUEUE, QueueControl())
     assert ids(await foreigner.rig.claim()) == ["j1"]
 
 
@@ -118,13 +119,13 @@ async def test_a_foreign_job_can_retry(redis_harness: RedisHarness, mode: RetryV
     foreigner = Foreigner(redis_harness, Rig(redis_harness, engine, QUEUE))
     await foreigner.write(WELL_FORMED)
     claim = await foreigner.rig.claim_one()
-    assert await foreigner.rig.settle(claim, RetryLater(1_000, FAILURE)) is Answer.APPLIED
+    assert await foreigner.rig.settle(claim, RetryLater(1_000, FAILURE)) is SettleResult.APPLIED
     assert await foreigner.rig.state("j1") is State.RETRYING
     await redis_harness.advance(1_001)
     (again,) = await foreigner.rig.claim_due("w2")
     assert (again.job_id, again.attempt, again.meta.retry_count) == ("j1", 2, 1)
     assert (again.task, again.payload) == ("print", b'{"n":1}')
-    assert await foreigner.rig.succeed(again) == [Answer.APPLIED]
+    assert await foreigner.rig.succeed(again) == [SettleResult.APPLIED]
     check_history(await foreigner.rig.events(), ended=True)
     await foreigner.nothing_is_left()
 
@@ -135,15 +136,15 @@ async def test_a_foreign_job_can_be_taken_over(foreigner: Foreigner) -> None:
     await foreigner.rig.lose_leases()
     new = await foreigner.rig.reclaim_one("w2")
     assert (new.job_id, new.attempt) == ("j1", 2)
-    assert await foreigner.rig.succeed(old, new) == [Answer.STALE, Answer.APPLIED]
-    assert await foreigner.rig.story("j1") == ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"]
+    assert await foreigner.rig.succeed(old, new) == [SettleResult.STALE, SettleResult.APPLIED]
+    assert await foreigner.rig.event_types("j1") == ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"]
     check_history(await foreigner.rig.events(), ended=True)
 
 
 async def test_a_foreign_job_whose_claim_was_never_adopted_is_not_lost(foreigner: Foreigner) -> None:
     """The worker died between reading the message and adopting it."""
     await foreigner.write(WELL_FORMED)
-    await foreigner.rig.engine.set_control(QUEUE, Control())
+    await foreigner.rig.engine.set_control(QUEUE, QueueControl())
     stream = foreigner.keys.streams[Priority.NORMAL]
     assert await foreigner.rig.claim("nobody", 0) == []
     group = foreigner.harness.names.group
@@ -152,7 +153,7 @@ async def test_a_foreign_job_whose_claim_was_never_adopted_is_not_lost(foreigner
     await foreigner.rig.lose_leases()
     (claim,) = await foreigner.rig.claim_due("w2")
     assert claim.job_id == "j1"
-    assert await foreigner.rig.succeed(claim) == [Answer.APPLIED]
+    assert await foreigner.rig.succeed(claim) == [SettleResult.APPLIED]
     check_history(await foreigner.rig.events(), ended=True)
     await foreigner.nothing_is_left()
 
@@ -160,9 +161,9 @@ async def test_a_foreign_job_whose_claim_was_never_adopted_is_not_lost(foreigner
 async def test_a_foreign_job_can_be_resumed_after_a_lost_reply(foreigner: Foreigner) -> None:
     await foreigner.write(WELL_FORMED)
     lost = await foreigner.rig.claim_one("w1")
-    (resumed,) = await foreigner.rig.engine.resume("w1", [QUEUE], ())
+    (resumed,) = await foreigner.rig.engine.recover_claims("w1", [QUEUE], ())
     assert (resumed.lease, resumed.attempt) == (lost.lease, lost.attempt)
-    assert await foreigner.rig.succeed(resumed) == [Answer.APPLIED]
+    assert await foreigner.rig.succeed(resumed) == [SettleResult.APPLIED]
     check_history(await foreigner.rig.events(), ended=True)
 
 
@@ -173,19 +174,19 @@ async def test_messages_with_equal_ids_in_two_queues_are_told_apart(foreigner: F
         await foreigner.redis.xadd(foreigner.harness.keys(queue).streams[Priority.NORMAL], WELL_FORMED, id="5-1")
     held, lost = await foreigner.rig.claim_one("w1"), await other.claim_one("w1")
     assert held.lease.token == lost.lease.token
-    (resumed,) = await engine.resume("w1", [QUEUE, other.queue], {held.lease})
+    (resumed,) = await engine.recover_claims("w1", [QUEUE, other.queue], {held.lease})
     assert resumed.lease == lost.lease
     assert await engine.renew([held.lease, lost.lease], {held.lease}) == []
-    beats = [rig.queue for rig in (foreigner.rig, other) if HEARTBEAT_EVENT in await rig.story("j1")]
+    beats = [rig.queue for rig in (foreigner.rig, other) if HEARTBEAT_EVENT in await rig.event_types("j1")]
     assert beats == [QUEUE]
-    assert await foreigner.rig.succeed(held) == await other.succeed(resumed) == [Answer.APPLIED]
+    assert await foreigner.rig.succeed(held) == await other.succeed(resumed) == [SettleResult.APPLIED]
 
 
 async def test_a_foreign_job_can_be_cancelled_while_it_runs(foreigner: Foreigner) -> None:
     await foreigner.write(WELL_FORMED)
     claim = await foreigner.rig.claim_one()
     await foreigner.rig.move("j1", State.CANCELLED)
-    assert await foreigner.rig.succeed(claim) == [Answer.STALE]
+    assert await foreigner.rig.succeed(claim) == [SettleResult.STALE]
     check_history(await foreigner.rig.events(), ended=True)
     await foreigner.nothing_is_left()
 
@@ -203,7 +204,7 @@ async def test_the_same_task_id_again_is_dropped(foreigner: Foreigner) -> None:
     await foreigner.write(WELL_FORMED)
     assert await foreigner.rig.claim() == []
     assert await foreigner.rig.state("j1") is State.SUCCEEDED
-    assert (await foreigner.rig.story("j1")).count("task.duplicate") == 3
+    assert (await foreigner.rig.event_types("j1")).count("task.duplicate") == 3
     assert foreigner.rig.engine.counts.skipped == 3
     check_history(await foreigner.rig.events(), ended=True)
     await foreigner.nothing_is_left()
@@ -214,7 +215,7 @@ async def test_the_same_task_id_as_a_job_of_our_own_is_dropped(foreigner: Foreig
     await foreigner.write({**WELL_FORMED, "task_id": own})
     claims = await foreigner.rig.claim()
     assert [(claim.job_id, claim.payload) for claim in claims] == [(own, b'{"n":1}')]
-    assert await foreigner.rig.succeed(*claims) == [Answer.APPLIED]
+    assert await foreigner.rig.succeed(*claims) == [SettleResult.APPLIED]
     await foreigner.nothing_is_left()
 
 
@@ -265,7 +266,7 @@ async def test_a_malformed_message_is_a_dead_letter_at_once(foreigner: Foreigner
     # Never round and round.
     await foreigner.rig.lose_leases()
     assert ids(await foreigner.rig.claim_due("w2")) == [good]
-    assert await foreigner.rig.story("j1") == ["task.created", "task.dlq_pending", "task.dlq", "task.failed"]
+    assert await foreigner.rig.event_types("j1") == ["task.created", "task.dlq_pending", "task.dlq", "task.failed"]
     check_history(await foreigner.rig.events())
 
 
@@ -329,7 +330,7 @@ async def test_a_malformed_message_under_a_known_id_spares_the_job(foreigner: Fo
     (claim,) = await foreigner.rig.claim()
     assert claim.job_id == own
     assert len(await foreigner.dead_letters()) == 1
-    assert await foreigner.rig.succeed(claim) == [Answer.APPLIED]
+    assert await foreigner.rig.succeed(claim) == [SettleResult.APPLIED]
     check_history(await foreigner.rig.events(), ended=True)
 
 
@@ -371,7 +372,7 @@ async def test_a_batch_of_good_bad_and_double_messages(foreigner: Foreigner) -> 
         await foreigner.write({"task_id": f"bad-{number}", "payload": "{}"})
     claims = await foreigner.rig.claim(limit=500)
     assert sorted(ids(claims)) == sorted(f"good-{number}" for number in range(150))
-    assert set(await foreigner.rig.succeed(*claims)) == {Answer.APPLIED}
+    assert set(await foreigner.rig.succeed(*claims)) == {SettleResult.APPLIED}
     assert len(await foreigner.dead_letters()) == 150
     check_history(await foreigner.rig.events(), ended=True)
     await foreigner.nothing_is_left()

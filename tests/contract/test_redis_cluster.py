@@ -10,17 +10,16 @@ from typing import Any, Final
 import hiredis
 import pytest
 
-from holdfast.chaos.redis_nodes import ask
-from holdfast.core.verdict import Answer
+from holdfast.core.verdict import SettleResult
 from holdfast.engine.port import Engine
-from holdfast.engine.redis.client import Client, Purpose, translate
-from holdfast.engine.redis.cluster import ClusterClient, key_of, slot_of
-from holdfast.engine.redis.connection import Address, Connection
 from holdfast.engine.redis.engine import RedisEngine
-from holdfast.engine.redis.keys import Names
-from holdfast.engine.redis.url import Seeds, parse_url
+from holdfast.engine.redis.keys import KeyNames
+from holdfast.engine.redis.net.client import Purpose, RedisClient, translate
+from holdfast.engine.redis.net.connection import ClusterSeeds, PipelinedConnection, RedisAddress, parse_url
+from holdfast.engine.redis.net.topologies import ClusterClient, key_of, slot_of
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.contract import Rig
+from holdfast.verification.chaos.redis_nodes import ask
 from tests.harness import RedisHarness, closing
 
 pytestmark = pytest.mark.redis
@@ -33,7 +32,7 @@ class Slot:
 
     def __init__(self, url: str, key: bytes) -> None:
         place = parse_url(url)
-        assert isinstance(place, Seeds)
+        assert isinstance(place, ClusterSeeds)
         self.number = slot_of(key)
         self.ports = [address.port for address in place.addresses]
         self.source = next(
@@ -110,11 +109,11 @@ async def test_a_slot_that_has_moved_takes_its_jobs_along(rig: Rig, slot: Slot) 
     accepted = set(await rig.submit(20))
     running = await rig.claim(limit=5)
     assert slot.move() > 20
-    assert await rig.succeed(*running) == [Answer.APPLIED] * 5
+    assert await rig.succeed(*running) == [SettleResult.APPLIED] * 5
     accepted |= set(await rig.submit(5))
     rest = await rig.claim(limit=100)
     assert {claim.job_id for claim in (*running, *rest)} == accepted
-    assert await rig.succeed(*rest) == [Answer.APPLIED] * 20
+    assert await rig.succeed(*rest) == [SettleResult.APPLIED] * 20
     assert await rig.open_jobs() == 0
 
 
@@ -149,30 +148,30 @@ async def test_in_the_middle_of_a_migration_nothing_is_applied_by_half(
     names = (f"q{number}" for number in range(100))
     neighbour = next(name for name in names if Slot(harness.url, harness.keys(name).control).source == slot.source)
     other = await harness.make()
-    found, away = await other.reach([_QUEUE, neighbour], other.stats)
+    found, away = await other.for_each_queue([_QUEUE, neighbour], other.stats)
     assert (list(found), list(away)) == ([neighbour], [_QUEUE])
     slot.carry()
     slot.end()
-    assert await rig.succeed(running) == [Answer.APPLIED]
+    assert await rig.succeed(running) == [SettleResult.APPLIED]
     rest = await rig.claim(limit=100)
     assert {claim.job_id for claim in (running, *rest)} == accepted
-    assert await rig.succeed(*rest) == [Answer.APPLIED] * 19
+    assert await rig.succeed(*rest) == [SettleResult.APPLIED] * 19
 
 
 async def test_a_key_that_has_gone_ahead_is_asked_for_at_the_new_node(rig: Rig, slot: Slot) -> None:
     """One key a script, so that the node which gives the slot away sends on (`ASK`) instead of asking for patience."""
     slot.begin()
     try:
-        await rig.engine.register_reader(_QUEUE)
-        assert await rig.engine.feed(_QUEUE, "", 10) == []
-        assert not (await rig.engine.control(_QUEUE)).paused
+        await rig.engine.attach_reader(_QUEUE)
+        assert await rig.engine.read_feed(_QUEUE, "", 10) == []
+        assert not (await rig.engine.get_control(_QUEUE)).paused
         assert ask(slot.source, "CLUSTER", "COUNTKEYSINSLOT", slot.number) == 0
         assert ask(slot.target, "CLUSTER", "COUNTKEYSINSLOT", slot.number) == 1
     finally:
         slot.carry()
         slot.end()
     await rig.submit_one()
-    assert len(await rig.engine.feed(_QUEUE, "", 10)) == 1
+    assert len(await rig.engine.read_feed(_QUEUE, "", 10)) == 1
 
 
 async def test_a_wait_spans_nodes_and_leaves_nothing_behind(harness: RedisHarness) -> None:
@@ -201,7 +200,7 @@ async def test_listeners_and_readers_of_the_feed_span_nodes(harness: RedisHarnes
     for queue in queues:
         hearing = asyncio.create_task(engine.listen(queues, 5_000))
         rig = Rig(harness, other, queue)
-        await other.set_control(queue, (await other.control(queue)))
+        await other.set_control(queue, (await other.get_control(queue)))
         notices = await hearing
         assert {notice.queue for notice in notices} == {queue}
         reading = asyncio.create_task(engine.wait_feed(await _ends(engine, queues), 5_000))
@@ -221,7 +220,7 @@ async def test_a_plain_url_of_a_node_is_told_what_to_write(harness: RedisHarness
     ports = parse_url(harness.url).addresses  # type: ignore[union-attr]
     said = []
     for address in ports:
-        engine = RedisEngine(f"redis://127.0.0.1:{address.port}", Names(namespace))
+        engine = RedisEngine(f"redis://127.0.0.1:{address.port}", KeyNames(namespace))
         try:
             await engine.queues()
         except EngineUnavailable as exc:
@@ -250,19 +249,19 @@ async def test_seeds_that_are_dead_or_no_cluster_are_passed_over(
 
 async def test_nodes_that_send_a_command_in_circles_are_left(monkeypatch: pytest.MonkeyPatch, cluster_url: str) -> None:
     place = parse_url(cluster_url)
-    assert isinstance(place, Seeds)
+    assert isinstance(place, ClusterSeeds)
     one, two = place.addresses[:2]
-    sent: list[Address] = []
+    sent: list[RedisAddress] = []
 
-    async def circle(node: Client, purpose: Purpose, *command: Any, blocks_s: float = 0.0) -> Any:
+    async def circle(node: RedisClient, purpose: Purpose, *command: Any, blocks_s: float = 0.0) -> Any:
         if command[0] == b"CLUSTER":
             return await plain(node, purpose, *command)
         sent.append(node.address)
         where = one if node.address.port == two.port else two
         raise translate(hiredis.ReplyError(f"MOVED {slot_of(b'k')} {where.host}:{where.port}"))
 
-    plain = Client.call
-    monkeypatch.setattr(Client, "call", circle)
+    plain = RedisClient.call
+    monkeypatch.setattr(RedisClient, "call", circle)
     client = ClusterClient(place, 1.0, 1.0)
     with pytest.raises(EngineUnavailable, match="do not agree"):
         await client.call(Purpose.OTHER, b"GET", b"k")
@@ -275,12 +274,12 @@ async def test_a_node_that_only_a_redirection_knows_of_is_closed_too(
 ) -> None:
     """In a fail-over, the node that is asked may not have heard yet who has the slots now."""
     place = parse_url(cluster_url)
-    assert isinstance(place, Seeds)
+    assert isinstance(place, ClusterSeeds)
     client = ClusterClient(place, 1.0, 1.0)
     learn = client._routes_from
-    truth: list[Client | None] = []
+    truth: list[RedisClient | None] = []
 
-    def all_are_of_the_first(rows: Any, asked: str) -> list[Client | None]:
+    def all_are_of_the_first(rows: Any, asked: str) -> list[RedisClient | None]:
         truth[:] = learn(rows, asked)
         return [truth[0]] * len(truth)
 
@@ -301,16 +300,16 @@ async def test_what_is_being_opened_is_closed_too(
 ) -> None:
     engine = RedisEngine(request.getfixturevalue(url))
     opened = _remembered(monkeypatch)
-    asking = asyncio.create_task(engine.incarnation("default"))
+    asking = asyncio.create_task(engine.epoch("default"))
     learning, told = asyncio.Event(), asyncio.Event()
-    learn = Connection.learn
+    learn = PipelinedConnection.read_epoch
 
-    async def slowly(connection: Connection) -> None:
+    async def slowly(connection: PipelinedConnection) -> None:
         learning.set()
         await told.wait()
         await learn(connection)
 
-    monkeypatch.setattr(Connection, "learn", slowly)
+    monkeypatch.setattr(PipelinedConnection, "read_epoch", slowly)
     await learning.wait()
     await engine.close()
     told.set()
@@ -320,21 +319,21 @@ async def test_what_is_being_opened_is_closed_too(
     assert not [connection for connection in opened if connection.usable]
 
 
-def _remembered(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+def _remembered(monkeypatch: pytest.MonkeyPatch) -> list[PipelinedConnection]:
     """All connections that are opened from now on."""
-    opened: list[Connection] = []
+    opened: list[PipelinedConnection] = []
 
-    def connection_made(connection: Connection, transport: asyncio.BaseTransport) -> None:
+    def connection_made(connection: PipelinedConnection, transport: asyncio.BaseTransport) -> None:
         opened.append(connection)
         made(connection, transport)
 
-    made = Connection.connection_made
-    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    made = PipelinedConnection.connection_made
+    monkeypatch.setattr(PipelinedConnection, "connection_made", connection_made)
     return opened
 
 
 async def _ends(engine: Engine, queues: list[str]) -> dict[str, str]:
-    entries = {queue: await engine.feed(queue, "", 1_000) for queue in queues}
+    entries = {queue: await engine.read_feed(queue, "", 1_000) for queue in queues}
     return {queue: found[-1].position if found else "" for queue, found in entries.items()}
 
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from holdfast.core.history import check_history
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, DeadLetter, RetryLater, Settlement, Succeed
-from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.core.verdict import DeadLetter, RetryLater, Settlement, SettleResult, Succeed
+from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.errors import EngineRefused, InvalidOption
 from holdfast.testing.contract.harness import FAILURE, QUEUE, Rig, ids
-from holdfast.testing.history import check_history
 from tests.harness import RedisHarness
 
 pytestmark = pytest.mark.redis
@@ -34,11 +34,11 @@ async def test_a_key_of_another_type_costs_nobody_a_job(redis_harness: RedisHarn
     with pytest.raises(EngineRefused, match="WRONGTYPE"):
         await rig.engine.settle(verdicts)
     assert [await rig.state(claim.job_id) for claim in (bad, good)] == [State.RUNNING] * 2
-    assert await rig.engine.settle(verdicts[1:]) == [Answer.APPLIED]
+    assert await rig.engine.settle(verdicts[1:]) == [SettleResult.APPLIED]
     with pytest.raises(EngineRefused, match="WRONGTYPE"):
         await rig.move(bad.job_id, State.DLQ_PENDING)
     await redis_harness.redis.delete(dlq)
-    assert await rig.engine.settle(verdicts[:1]) == [Answer.APPLIED]
+    assert await rig.engine.settle(verdicts[:1]) == [SettleResult.APPLIED]
     check_history(await rig.events(), ended=True)
 
 
@@ -47,7 +47,7 @@ async def test_a_foreign_entry_does_not_stop_the_feed(redis_harness: RedisHarnes
     await redis_harness.redis.xadd(redis_harness.keys(rig.queue).feed, {"hello": "world"})
     second = await rig.submit_one()
     assert [event.job_id for event in await rig.events()] == [first, second]
-    assert (await rig.engine.survey(rig.queue, [])).position == (await rig.entries())[-1].position
+    assert (await rig.engine.snapshot(rig.queue, [])).position == (await rig.entries())[-1].position
 
 
 def test_times_to_live_are_at_least_a_millisecond() -> None:
@@ -63,7 +63,7 @@ async def test_retries_parked_before_a_change_of_settings_run(redis_harness: Red
     await redis_harness.advance(1_001)
     (again,) = await after.engine.reclaim("w2", [QUEUE], 10)
     assert (again.job_id, again.attempt, again.meta.retry_count) == (claim.job_id, 2, 1)
-    assert await after.succeed(again) == [Answer.APPLIED]
+    assert await after.succeed(again) == [SettleResult.APPLIED]
     check_history(await after.events(), ended=True)
 
 
@@ -78,7 +78,7 @@ async def test_a_parked_retry_whose_message_was_deleted_runs_from_its_record(red
     assert await rig.engine.reclaim("w2", [QUEUE], 10) == []
     (again,) = await rig.claim("w2")
     assert (again.job_id, again.payload, again.attempt) == (claim.job_id, claim.payload, 2)
-    assert await rig.succeed(again) == [Answer.APPLIED]
+    assert await rig.succeed(again) == [SettleResult.APPLIED]
     assert await rig.open_jobs() == 0
 
 
@@ -98,7 +98,7 @@ async def test_ids_chosen_by_hand_settle_beside_our_own(redis_harness: RedisHarn
     await rig.submit_one()
     claims = await rig.claim()
     assert len(claims) == 2
-    assert await rig.succeed(*claims) == [Answer.APPLIED] * 2
+    assert await rig.succeed(*claims) == [SettleResult.APPLIED] * 2
 
 
 async def test_nobody_stays_on_the_list_of_awaited_jobs(redis_harness: RedisHarness, rig: Rig) -> None:
@@ -113,7 +113,7 @@ async def test_nobody_stays_on_the_list_of_awaited_jobs(redis_harness: RedisHarn
 async def test_a_damaged_queue_is_told_and_keeps_nobody_from_the_others(redis_harness: RedisHarness, rig: Rig) -> None:
     await rig.submit_one()
     await redis_harness.redis.set(redis_harness.keys("damaged").control, "a string")
-    seen, away = await rig.engine.reach(["damaged", QUEUE], rig.engine.stats)
+    seen, away = await rig.engine.for_each_queue(["damaged", QUEUE], rig.engine.stats)
     assert (list(seen), list(away)) == ([QUEUE], ["damaged"])
     with pytest.raises(EngineRefused, match="WRONGTYPE"):
-        await rig.engine.reach(["damaged"], rig.engine.stats)
+        await rig.engine.for_each_queue(["damaged"], rig.engine.stats)

@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from holdfast.core.job import Claim, Consent, Meta, Priority
+from holdfast.core.history import check_history
+from holdfast.core.job import Approval, Claim, Meta, Priority
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, Hold, Release, RetryLater, Suspend, Verdict
-from holdfast.engine.port import MAX_TENANTS, Control, RetryVia, TenantControl
-from holdfast.engine.redis.keys import Keys
-from holdfast.engine.redis.lanes import Lanes
+from holdfast.core.verdict import Hold, Release, RetryLater, SettleResult, Suspend, Verdict
+from holdfast.engine.port.jobs import MAX_TENANTS, RetryVia
+from holdfast.engine.port.operators import QueueControl, TenantControl
+from holdfast.engine.redis.keys import LaneCache, QueueKeys
 from holdfast.errors import EngineUnavailable
 from holdfast.testing.contract.harness import FAILURE, LONG_WAIT_MS, QUEUE, Rig, ids, soon
-from holdfast.testing.history import check_history
 from tests.harness import RedisHarness
 
 pytestmark = pytest.mark.redis
@@ -33,7 +33,7 @@ async def rig(redis_harness: RedisHarness) -> Rig:
 
 
 @pytest.fixture
-def keys(redis_harness: RedisHarness) -> Keys:
+def keys(redis_harness: RedisHarness) -> QueueKeys:
     return redis_harness.keys(QUEUE)
 
 
@@ -55,7 +55,7 @@ async def at_once(waiting: asyncio.Task[list[Claim]]) -> list[Claim]:
 
 
 async def test_the_default_tenant_and_other_programs_are_in_lane_0(
-    redis_harness: RedisHarness, rig: Rig, keys: Keys
+    redis_harness: RedisHarness, rig: Rig, keys: QueueKeys
 ) -> None:
     await rig.submit(2)
     foreign = {"task_id": "j1", "type": "print", "payload": "{}", "tenant_id": "acme"}
@@ -64,7 +64,7 @@ async def test_the_default_tenant_and_other_programs_are_in_lane_0(
     assert (await seats(redis_harness), await in_use(redis_harness)) == ({}, set())
 
 
-async def test_each_other_tenant_has_a_lane_by_name(redis_harness: RedisHarness, rig: Rig, keys: Keys) -> None:
+async def test_each_other_tenant_has_a_lane_by_name(redis_harness: RedisHarness, rig: Rig, keys: QueueKeys) -> None:
     await rig.submit(2, tenant_id="acme")
     await rig.submit(1, tenant_id="zeta", meta=Meta(priority=Priority.HIGH))
     assert await seats(redis_harness) == {"acme": "1", "zeta": "2"}
@@ -75,10 +75,10 @@ async def test_each_other_tenant_has_a_lane_by_name(redis_harness: RedisHarness,
 
 
 async def test_an_empty_lane_is_given_back_with_its_consumers(
-    redis_harness: RedisHarness, rig: Rig, keys: Keys
+    redis_harness: RedisHarness, rig: Rig, keys: QueueKeys
 ) -> None:
     claim = await rig.start_one("w1", tenant_id="acme")
-    taken = await rig.engine.take("w9", QUEUE, await rig.submit_one(tenant_id="acme"))
+    taken = await rig.engine.claim_job("w9", QUEUE, await rig.submit_one(tenant_id="acme"))
     assert await rig.claim() == []
     assert await in_use(redis_harness) == {1}
     await rig.succeed(claim, taken)
@@ -87,8 +87,8 @@ async def test_an_empty_lane_is_given_back_with_its_consumers(
     assert await redis_harness.redis.exists(*keys.lane(1)) == 0
     # It is still acme's, and opens again.
     again = await rig.start_one(tenant_id="acme")
-    assert again.lease.place.startswith("5:")
-    assert await rig.succeed(again, claim) == [Answer.APPLIED, Answer.ALREADY]
+    assert again.lease.position.startswith("5:")
+    assert await rig.succeed(again, claim) == [SettleResult.APPLIED, SettleResult.ALREADY]
 
 
 async def test_a_lane_that_nobody_uses_goes_to_whoever_needs_one(redis_harness: RedisHarness, rig: Rig) -> None:
@@ -123,7 +123,7 @@ async def test_whoever_finds_no_lane_shares_the_shortest_one_for_a_while(redis_h
 
 
 async def test_a_named_tenants_lane_is_never_given_away(redis_harness: RedisHarness, rig: Rig) -> None:
-    await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(weight=2)}))
+    await rig.engine.set_control(QUEUE, QueueControl(tenants={"acme": TenantControl(weight=2)}))
     lane = (await seats(redis_harness))["acme"]
     for tenant in EVERYONE:
         await rig.succeed(await rig.start_one(tenant_id=tenant))
@@ -136,7 +136,7 @@ async def test_a_named_tenants_lane_is_never_given_away(redis_harness: RedisHarn
 async def test_a_tenant_that_is_named_late_gets_a_lane_all_the_same(redis_harness: RedisHarness, rig: Rig) -> None:
     for tenant in EVERYONE:
         await rig.submit_one(tenant_id=tenant)
-    await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(concurrency=5)}))
+    await rig.engine.set_control(QUEUE, QueueControl(tenants={"acme": TenantControl(concurrency=5)}))
     found = await seats(redis_harness)
     assert found["acme"].isdigit()
     # Nobody else's is taken for it.
@@ -154,7 +154,7 @@ async def test_what_is_allowed_to_a_named_tenant_binds_nobody_else(
         await rig.submit(1 if tenant == "t40" else 2, tenant_id=tenant)
     guests = await rig.submit(2, tenant_id="late")
     assert (await seats(redis_harness))["late"].startswith((await seats(redis_harness))["t40"] + " ")
-    await rig.engine.set_control(QUEUE, Control(tenants={named: TenantControl(concurrency=0)}))
+    await rig.engine.set_control(QUEUE, QueueControl(tenants={named: TenantControl(concurrency=0)}))
     # The guest's place was good for some seconds more.
     guests += await rig.submit(1, tenant_id="late")
     mine = await rig.submit(1, tenant_id=named)
@@ -174,7 +174,7 @@ async def test_a_guest_leaves_a_lane_that_has_become_a_named_tenants(redis_harne
     await rig.submit_one(tenant_id="late")
     while claims := await rig.claim(limit=500):
         await rig.succeed(*claims)
-    await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(concurrency=0)}))
+    await rig.engine.set_control(QUEUE, QueueControl(tenants={"acme": TenantControl(concurrency=0)}))
     found = await seats(redis_harness)
     assert found["late"].startswith(found["acme"] + " ")
     guest = await rig.submit_one(tenant_id="late")
@@ -192,15 +192,15 @@ async def test_a_batch_does_not_give_a_lane_away_that_it_uses(redis_harness: Red
 
 
 def test_what_a_process_knows_of_lanes_is_bounded() -> None:
-    lanes = Lanes()
-    lanes.saw(" ".join(map(str, range(1, 40))).encode())
+    lanes = LaneCache()
+    lanes.set_in_use(" ".join(map(str, range(1, 40))).encode())
     assert len(lanes.all()) == 39
-    lanes.saw(b"1 2")
+    lanes.set_in_use(b"1 2")
     assert set(lanes.all()) == {1, 2}
-    lanes.saw(b"")
+    lanes.set_in_use(b"")
     assert set(lanes.all()) == {1, 2}, "a tenant that comes and goes is not asked for again"
     for number in range(2_000):
-        lanes.learn([f"t{number}".encode(), number % 64])
+        lanes.add([f"t{number}".encode(), number % 64])
     assert len(lanes.of_tenants(f"t{number}" for number in range(2_000))) <= 64
     assert len(lanes._by_tenant) <= 1_000
 
@@ -221,7 +221,7 @@ async def test_a_waiting_worker_hears_of_a_job_in_any_lane(rig: Rig) -> None:
 
 
 async def test_a_place_that_becomes_free_is_told_to_whoever_waits(rig: Rig) -> None:
-    await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(concurrency=1)}))
+    await rig.engine.set_control(QUEUE, QueueControl(tenants={"acme": TenantControl(concurrency=1)}))
     _, two, three = await rig.submit(3, tenant_id="acme")
     claim = await rig.claim_one("w1")
     for ending, expected in ((rig.succeed, two), (lambda each: rig.move(each.job_id, State.CANCELLED), three)):
@@ -233,15 +233,15 @@ async def test_a_place_that_becomes_free_is_told_to_whoever_waits(rig: Rig) -> N
         assert claim.job_id == expected
 
 
-async def test_a_lane_whose_group_was_destroyed_goes_on(redis_harness: RedisHarness, rig: Rig, keys: Keys) -> None:
+async def test_a_lane_whose_group_was_destroyed_goes_on(redis_harness: RedisHarness, rig: Rig, keys: QueueKeys) -> None:
     one, two = await rig.submit(2, tenant_id="acme")
     await rig.claim_one("w1")
-    taken = await rig.engine.take("w9", QUEUE, two)
+    taken = await rig.engine.claim_job("w9", QUEUE, two)
     for stream in keys.lane(1):
         await redis_harness.redis.xgroup_destroy(stream, redis_harness.names.group)
     # As on lane 0: nobody knows any more that it was running.
     assert ids(await rig.claim("w2")) == [one]
-    assert await rig.succeed(taken) == [Answer.STALE]
+    assert await rig.succeed(taken) == [SettleResult.STALE]
     # Nobody claims from where it is: it comes back as a lost lease.
     await rig.lose_leases()
     assert two in ids(await rig.reclaim("w2"))
@@ -252,13 +252,13 @@ async def test_retries_in_the_pending_list_respect_a_tenants_concurrency(redis_h
     claims = [await rig.start_one(tenant_id="acme") for _ in range(3)]
     for claim in claims:
         await rig.settle(claim, RetryLater(1_000, FAILURE))
-    await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(concurrency=1)}))
+    await rig.engine.set_control(QUEUE, QueueControl(tenants={"acme": TenantControl(concurrency=1)}))
     await redis_harness.advance(60_000)
     done: list[str] = []
     while again := await rig.reclaim():
         assert len(again) == 1
         assert await rig.reclaim() == await rig.claim() == []
-        assert await rig.succeed(*again) == [Answer.APPLIED]
+        assert await rig.succeed(*again) == [SettleResult.APPLIED]
         done += ids(again)
     assert sorted(done) == sorted(ids(claims))
 
@@ -269,7 +269,7 @@ async def test_retries_that_may_not_run_hide_no_others(redis_harness: RedisHarne
     claims += [await rig.start_one(tenant_id="beta")]
     for claim in claims:
         await rig.settle(claim, RetryLater(1_000, FAILURE))
-    await rig.engine.set_control(QUEUE, Control(tenants={"acme": TenantControl(concurrency=0)}))
+    await rig.engine.set_control(QUEUE, QueueControl(tenants={"acme": TenantControl(concurrency=0)}))
     await redis_harness.advance(60_000)
     # Room for fewer than wait before it.
     (again,) = await rig.engine.reclaim("w2", [QUEUE], 2)
@@ -277,7 +277,7 @@ async def test_retries_that_may_not_run_hide_no_others(redis_harness: RedisHarne
 
 
 async def test_jobs_that_the_last_release_left_in_lane_0_go_on(
-    redis_harness: RedisHarness, rig: Rig, keys: Keys
+    redis_harness: RedisHarness, rig: Rig, keys: QueueKeys
 ) -> None:
     """Another tenant's jobs used to be in the default tenant's streams; their records say so."""
     redis = redis_harness.redis
@@ -293,19 +293,19 @@ async def test_jobs_that_the_last_release_left_in_lane_0_go_on(
     await rig.move("old0", State.CANCELLED)
     await rig.move("old1", State.SUSPENDED)
     await rig.move("old1", State.QUEUED)
-    taken = await rig.engine.take("w9", QUEUE, "old4")
+    taken = await rig.engine.claim_job("w9", QUEUE, "old4")
     claims = {claim.job_id: claim for claim in await rig.claim()}
     assert set(claims) == {"old1", "old2", "old3", new}
-    assert await rig.settle(claims["old2"], Release("draining")) is Answer.APPLIED
-    assert await rig.succeed(claims["old1"], claims["old3"], taken) == [Answer.APPLIED] * 3
+    assert await rig.settle(claims["old2"], Release("draining")) is SettleResult.APPLIED
+    assert await rig.succeed(claims["old1"], claims["old3"], taken) == [SettleResult.APPLIED] * 3
     (again,) = await rig.claim()
-    assert (again.job_id, again.lease.place.partition(":")[0]) == ("old2", "5")
-    assert await rig.succeed(again, claims[new]) == [Answer.APPLIED] * 2
+    assert (again.job_id, again.lease.position.partition(":")[0]) == ("old2", "5")
+    assert await rig.succeed(again, claims[new]) == [SettleResult.APPLIED] * 2
     assert await rig.open_jobs() == 0
 
 
 async def test_a_full_redis_drains_every_lane_and_opens_no_new_one(
-    redis_harness: RedisHarness, rig: Rig, keys: Keys
+    redis_harness: RedisHarness, rig: Rig, keys: QueueKeys
 ) -> None:
     back, parked, taken, last = [await rig.start_one(tenant_id="acme") for _ in range(4)]
     delayed = await rig.submit_one(tenant_id="zeta", delay_ms=1)
@@ -316,18 +316,18 @@ async def test_a_full_redis_drains_every_lane_and_opens_no_new_one(
         with pytest.raises(EngineUnavailable):
             await rig.submit(1, tenant_id="new")
         assert set(await seats(redis_harness)) == {"acme"}
-        assert await rig.settle(back, Release("draining")) is Answer.APPLIED
-        assert await rig.settle(parked, Suspend(FAILURE)) is Answer.APPLIED
+        assert await rig.settle(back, Release("draining")) is SettleResult.APPLIED
+        assert await rig.settle(parked, Suspend(FAILURE)) is SettleResult.APPLIED
         await rig.move(parked.job_id, State.QUEUED)
         assert await rig.promote() == 1
-        await rig.engine.set_control(QUEUE, Control(tenants={"omega": TenantControl(weight=3)}))
-        assert await rig.settle(taken, RetryLater(60_000, FAILURE)) is Answer.APPLIED
+        await rig.engine.set_control(QUEUE, QueueControl(tenants={"omega": TenantControl(weight=3)}))
+        assert await rig.settle(taken, RetryLater(60_000, FAILURE)) is SettleResult.APPLIED
         await rig.engine.expedite(QUEUE, taken.job_id, actor="ann", reason="now", audit="operator.retry")
-        again = await rig.engine.take("w9", QUEUE, taken.job_id)
+        again = await rig.engine.claim_job("w9", QUEUE, taken.job_id)
         claims = await rig.claim()
         assert delayed in ids(claims)
         assert len(claims) == 6
-        assert set(await rig.succeed(*claims, again, last)) == {Answer.APPLIED}
+        assert set(await rig.succeed(*claims, again, last)) == {SettleResult.APPLIED}
         assert await rig.claim() == []
         assert await rig.open_jobs() == 0
     finally:
@@ -387,23 +387,23 @@ def keys_of(words: list[bytes]) -> set[bytes]:
 async def use_every_verb(rig: Rig, harness: RedisHarness) -> None:
     engine, keys = rig.engine, harness.keys(QUEUE)
     limits = {"acme": TenantControl(weight=2, concurrency=50, intake_limit=100)}
-    await engine.set_control(QUEUE, Control(tenants=limits, intake_limit=500), actor="a", audit="operator.limit")
+    await engine.set_control(QUEUE, QueueControl(tenants=limits, intake_limit=500), actor="a", audit="operator.limit")
     for tenant in ("default", "acme", "zeta"):
         await rig.submit(8, tenant_id=tenant, idempotency_key="")
         await rig.submit(1, tenant_id=tenant, delay_ms=1)
         held = await rig.submit_one(tenant_id=tenant, hold=True)
-        await rig.move(held, State.QUEUED, consent=Consent("a", ("b",), 1), audit="operator.approve")
+        await rig.move(held, State.QUEUED, consent=Approval("a", ("b",), 1), audit="operator.approve")
         late = await rig.submit_one(tenant_id=tenant, delay_ms=60_000)
         await engine.expedite(QUEUE, late, actor="a", reason="b", audit="operator.retry")
         far = await rig.submit_one(tenant_id=tenant, delay_ms=60_000)
-        await rig.succeed(await engine.take("w9", QUEUE, far))
+        await rig.succeed(await engine.claim_job("w9", QUEUE, far))
     foreign = {"task_id": "f", "type": "print", "payload": "{}", "tenant_id": "acme"}
     await harness.redis.xadd(keys.streams[Priority.NORMAL], foreign)
     await rig.promote()
     claims = await rig.claim(limit=100)
     assert len(claims) >= 30
     await engine.renew([claim.lease for claim in claims], [claims[0].lease])
-    await engine.resume("w1", [QUEUE], ())
+    await engine.recover_claims("w1", [QUEUE], ())
     verdicts: list[Verdict] = [Release("later"), RetryLater(1, FAILURE), Hold("?"), Suspend(FAILURE)]
     verdicts.append(Release("sleeps", 1))
     for claim, verdict in zip(claims, verdicts * 3, strict=False):
@@ -418,10 +418,10 @@ async def use_every_verb(rig: Rig, harness: RedisHarness) -> None:
     await engine.workers([QUEUE])
     view = await rig.view(claims[-2].job_id)
     await harness.redis.delete(keys.job(view.job_id))
-    await engine.restore(QUEUE, await engine.survey(QUEUE, [view.job_id]), [view])
-    await engine.forget(QUEUE, (await rig.entries())[-1].position)
+    await engine.restore(QUEUE, await engine.snapshot(QUEUE, [view.job_id]), [view])
+    await engine.trim_feed(QUEUE, (await rig.entries())[-1].position)
     await engine.prune([QUEUE])
-    await engine.leave("w1", [QUEUE])
+    await engine.deregister_worker("w1", [QUEUE])
 
 
 async def test_a_long_story_over_lanes_is_legal(rig: Rig) -> None:
@@ -432,7 +432,7 @@ async def test_a_long_story_over_lanes_is_legal(rig: Rig) -> None:
         await rig.settle(claims[0], Release("draining"))
         await rig.settle(claims[1], RetryLater(0, FAILURE))
         await rig.succeed(*claims[2:])
-        await rig.engine.take("w9", QUEUE, (await rig.engine.find(QUEUE, [State.QUEUED], 1))[0].job_id)
+        await rig.engine.claim_job("w9", QUEUE, (await rig.engine.find(QUEUE, [State.QUEUED], 1))[0].job_id)
         await rig.lose_leases()
         await rig.succeed(*await rig.reclaim("w8"))
         await rig.promote()

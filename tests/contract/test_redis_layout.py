@@ -9,10 +9,10 @@ import pytest
 
 from holdfast.core.job import Priority
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, DeadLetter, RetryLater, Suspend, Verdict
-from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.core.verdict import DeadLetter, RetryLater, SettleResult, Suspend, Verdict
+from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.engine.redis.engine import RedisEngine
-from holdfast.engine.redis.keys import Names
+from holdfast.engine.redis.keys import KeyNames
 from holdfast.testing.contract.harness import FAILURE, QUEUE, SOON_S, Rig, ids
 from tests.harness import RedisHarness
 
@@ -25,7 +25,7 @@ async def rig(redis_harness: RedisHarness) -> Rig:
 
 
 async def test_every_name_can_be_set(redis_harness: RedisHarness, namespace: str) -> None:
-    names = Names(
+    names = KeyNames(
         namespace=namespace,
         stream_task="queue:tasks",
         stream_result="out",
@@ -55,14 +55,14 @@ async def test_every_name_can_be_set(redis_harness: RedisHarness, namespace: str
 async def test_an_empty_dlq_name_turns_the_stream_off_and_keeps_the_state(
     redis_harness: RedisHarness, namespace: str
 ) -> None:
-    engine = RedisEngine(redis_harness.url, Names(namespace=namespace, stream_dlq=""), EngineOptions())
+    engine = RedisEngine(redis_harness.url, KeyNames(namespace=namespace, stream_dlq=""), EngineOptions())
     await engine.open()
     rig = Rig(redis_harness, engine)
     try:
         claim = await rig.start_one()
         await rig.settle(claim, DeadLetter(FAILURE))
         assert await rig.state(claim.job_id) is State.FAILED
-        assert (await rig.story(claim.job_id))[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
+        assert (await rig.event_types(claim.job_id))[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
         assert await redis_harness.redis.exists(redis_harness.keys(QUEUE).dlq) == 0
     finally:
         await engine.close()
@@ -162,7 +162,7 @@ async def test_the_feed_ages_only_while_nobody_reads_it(redis_harness: RedisHarn
 
     await redis_harness.redis.delete(feed)
     await redis_harness.redis.xadd(feed, old, id="1000-0")
-    await rig.engine.register_reader(QUEUE)
+    await rig.engine.attach_reader(QUEUE)
     await rig.engine.prune([QUEUE])
     assert await redis_harness.redis.xlen(feed) == 1
 
@@ -192,11 +192,11 @@ async def test_an_entry_deleted_under_the_pending_list_is_cleared_away(redis_har
     redis, stream = redis_harness.redis, redis_harness.keys(QUEUE).streams[Priority.NORMAL]
     deleted, kept = await rig.start_one("w1"), await rig.start_one("w1")
     await rig.lose_leases()
-    await redis.xdel(stream, deleted.lease.place.partition(":")[2])
+    await redis.xdel(stream, deleted.lease.position.partition(":")[2])
     claims = await rig.reclaim("w2") + await rig.reclaim("w2")
     assert ids(claims) == [kept.job_id]
     assert (await redis.xpending(stream, redis_harness.names.group))["pending"] == 1
-    assert await rig.engine.resume("w1", [QUEUE], ()) == []
+    assert await rig.engine.recover_claims("w1", [QUEUE], ()) == []
 
 
 async def test_dead_consumers_are_removed_once_they_hold_nothing(redis_harness: RedisHarness) -> None:
@@ -244,13 +244,13 @@ async def self_cleaning_round(rig: Rig, count: int) -> None:
     await rig.submit(count, delay_ms=500)
     claims = await rig.claim("w1", 500)
     for claim in claims[::2]:
-        assert await rig.settle(claim, RetryLater(500, FAILURE)) is Answer.APPLIED
+        assert await rig.settle(claim, RetryLater(500, FAILURE)) is SettleResult.APPLIED
     await rig.succeed(*claims[1::2])
     await rig.harness.advance(501)
     while claims := await rig.claim_due("w1"):
         await rig.succeed(*claims)
     assert await rig.open_jobs() == 0
-    await rig.engine.leave("w1", [QUEUE])
+    await rig.engine.deregister_worker("w1", [QUEUE])
     await rig.harness.advance(60_001)
     await rig.engine.prune([QUEUE])
 

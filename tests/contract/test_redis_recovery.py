@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.core.job import JobView
+from holdfast.core.job import JobInfo
 from holdfast.core.states import FINAL, State
-from holdfast.engine.port import EngineOptions
+from holdfast.engine.port.jobs import EngineOptions
 from holdfast.engine.redis.engine import RedisEngine
-from holdfast.engine.redis.keys import Keys, Names
-from holdfast.errors import EngineUnavailable, FeedUnread
+from holdfast.engine.redis.keys import KeyNames, QueueKeys
+from holdfast.errors import EngineUnavailable, FeedDetached
 from holdfast.testing.contract.harness import LONG_WAIT_MS, Rig, ids, soon
 from tests.conftest import MakeServer
 from tests.harness import RedisHarness, closing
@@ -34,7 +34,7 @@ async def rig(harness: RedisHarness) -> Rig:
     return await Rig.on(harness, ledger=True)
 
 
-async def open_views(rig: Rig) -> list[JobView]:
+async def open_views(rig: Rig) -> list[JobInfo]:
     """One job in every open state; the queued one last, or a claim would take it."""
     states = [*sorted(set(State) - FINAL - {State.QUEUED}), State.QUEUED]
     made = [(await rig.put_in(state, tenant_id="acme"))[0] for state in states]
@@ -44,10 +44,10 @@ async def open_views(rig: Rig) -> list[JobView]:
 @pytest.mark.parametrize("refilled", [False, True], ids=["an empty feed", "another feed"])
 async def test_a_wipe_between_cut_and_restore_restores_nothing(harness: RedisHarness, rig: Rig, refilled: bool) -> None:
     views = await open_views(rig)
-    cut = await rig.engine.survey(rig.queue, [view.job_id for view in views])
+    cut = await rig.engine.snapshot(rig.queue, [view.job_id for view in views])
     await harness.redis.flushall()
     if refilled:
-        await rig.engine.register_reader(rig.queue)
+        await rig.engine.attach_reader(rig.queue)
         await rig.submit_one()
     before = await rig.entries()
     assert await rig.engine.restore(rig.queue, cut, views) == [False] * len(views)
@@ -57,7 +57,7 @@ async def test_a_wipe_between_cut_and_restore_restores_nothing(harness: RedisHar
 
 async def test_a_feed_that_filled_up_again_at_the_same_position_is_another_one(harness: RedisHarness, rig: Rig) -> None:
     views = await open_views(rig)
-    cut = await rig.engine.survey(rig.queue, [])
+    cut = await rig.engine.snapshot(rig.queue, [])
     entry = (await harness.redis.xrange(harness.keys(rig.queue).feed, cut.position, cut.position))[0][1]
     await harness.redis.flushall()
     await harness.redis.xadd(harness.keys(rig.queue).feed, {**entry, b"nonce": b"another"}, id=cut.position)
@@ -69,10 +69,10 @@ async def test_after_a_wipe_a_new_cut_brings_every_job_back(harness: RedisHarnes
     assert len(await rig.claim("w2")) == 1
     waiting = asyncio.create_task(rig.engine.claim("idle", [rig.queue], 10, LONG_WAIT_MS))
     await harness.redis.flushall()
-    with pytest.raises(FeedUnread):
+    with pytest.raises(FeedDetached):
         await rig.submit_one()
-    await rig.engine.register_reader(rig.queue)
-    cut = await rig.engine.survey(rig.queue, [view.job_id for view in views])
+    await rig.engine.attach_reader(rig.queue)
+    cut = await rig.engine.snapshot(rig.queue, [view.job_id for view in views])
     assert cut.unknown == [view.job_id for view in views]
     assert await rig.engine.restore(rig.queue, cut, views) == [True] * len(views)
     states = {view.job_id: view.state for view in await rig.engine.get(rig.queue, cut.unknown) if view}
@@ -90,7 +90,7 @@ async def test_restore_and_survey_touch_only_declared_keys(harness: RedisHarness
     views = await open_views(rig)
     keys = {key async for key in harness.redis.scan_iter()}
     await harness.redis.flushall()
-    cut = await rig.engine.survey(rig.queue, [view.job_id for view in views])
+    cut = await rig.engine.snapshot(rig.queue, [view.job_id for view in views])
     await rig.engine.restore(rig.queue, cut, views)
     assert {key async for key in harness.redis.scan_iter()} <= keys
 
@@ -106,7 +106,7 @@ async def test_waiting_for_a_feed_does_not_poll(harness: RedisHarness, rig: Rig)
 
 
 async def test_closing_the_engine_ends_a_wait(harness: RedisHarness) -> None:
-    engine = RedisEngine(harness.url, Names(), EngineOptions())
+    engine = RedisEngine(harness.url, KeyNames(), EngineOptions())
     await engine.open()
     waiting = asyncio.create_task(engine.wait_feed({"orders": ""}, LONG_WAIT_MS))
     assert await engine.wait_feed({"orders": ""}, 20) == []
@@ -117,7 +117,7 @@ async def test_closing_the_engine_ends_a_wait(harness: RedisHarness) -> None:
 
 async def test_a_feed_of_another_type_costs_no_lease(harness: RedisHarness, rig: Rig) -> None:
     claim = await rig.start_one()
-    keys = Keys(rig.queue, harness.names)
+    keys = QueueKeys(rig.queue, harness.names)
     await harness.redis.rename(keys.feed, "kept")
     await harness.redis.set(keys.feed, "a string")
     with pytest.raises(EngineUnavailable):
@@ -142,7 +142,7 @@ async def test_a_full_redis_keeps_leases_and_restores_nothing_by_halves(harness:
     claim = await rig.start_one()
     lost = Rig(harness, rig.engine, "lost")
     views = [msgspec.structs.replace(view, queue=lost.queue) for view in await open_views(rig)]
-    cut = await rig.engine.survey(lost.queue, [view.job_id for view in views])
+    cut = await rig.engine.snapshot(lost.queue, [view.job_id for view in views])
     await harness.redis.config_set("maxmemory", "1")
     assert await rig.engine.renew([claim.lease], [claim.lease]) == []
     assert (await rig.entries())[-1].events[0].type == "task.heartbeat"

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from holdfast.chaos.redis_nodes import ask
+from holdfast.aio import serve_tcp
 from holdfast.engine.redis.engine import RedisEngine
-from holdfast.engine.redis.url import Sentinels, parse_url
+from holdfast.engine.redis.net.connection import SentinelAddresses, parse_url
 from holdfast.errors import EngineUnavailable
-from holdfast.listening import listening
 from holdfast.testing.contract import Rig
+from holdfast.verification.chaos.redis_nodes import ask
 from tests.conftest import MakeServer
 from tests.harness import RedisHarness, closing
 
@@ -36,14 +36,14 @@ async def sentinel(says: Callable[[], int | None], *, after_s: float = 0.0) -> A
             if port := says():
                 writer.write(f"*2\r\n$9\r\n127.0.0.1\r\n${len(str(port))}\r\n{port}\r\n".encode())
 
-    async with listening(serve, "127.0.0.1") as port:
+    async with serve_tcp(serve, "127.0.0.1") as port:
         yield port
 
 
 def places(harness: RedisHarness) -> tuple[list[int], int, int, str]:
     """Ports of the sentinels, of the master and of its replica, and what the service is called."""
     place = parse_url(harness.url)
-    assert isinstance(place, Sentinels)
+    assert isinstance(place, SentinelAddresses)
     sentinels = [address.port for address in place.addresses]
     master = int(ask(sentinels[0], "SENTINEL", "GET-MASTER-ADDR-BY-NAME", place.service)[1])
     (row,) = ask(sentinels[0], "SENTINEL", "REPLICAS", place.service)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.verdict import Answer
+from holdfast.core.verdict import SettleResult
 from holdfast.testing.contract.harness import QUEUE, Rig, ids
 from tests.conftest import MakeServer
 from tests.harness import RedisHarness, closing
@@ -37,5 +37,5 @@ async def test_a_lost_lease_is_taken_over_by_the_version_s_own_command(
         assert calls["cmdstat_xpending"]["calls"] >= 1, "who had it before is asked first"
         assert f"cmdstat_{never}" not in calls
         assert (ids([taken]), taken.attempt) == ([first.job_id], 2)
-        assert await rig.succeed(first) == [Answer.STALE]
-        assert await rig.succeed(taken) == [Answer.APPLIED]
+        assert await rig.succeed(first) == [SettleResult.STALE]
+        assert await rig.succeed(taken) == [SettleResult.APPLIED]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.states import State
-from holdfast.engine.redis.connection import Connection, Subscription
+from holdfast.engine.redis.net.connection import PipelinedConnection, PubSubConnection
 from holdfast.testing.contract.harness import QUEUE, Rig
 from tests.harness import RedisHarness
 from tests.outbox.support import until
@@ -25,13 +25,13 @@ async def rig(redis_harness: RedisHarness) -> Rig:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Commands that this process sends and waits for, in order."""
     sent: list[str] = []
-    real = Connection.call
+    real = PipelinedConnection.call
 
-    def call(self: Connection, *command: Any, blocks_s: float = 0.0) -> asyncio.Future[Any]:
+    def call(self: PipelinedConnection, *command: Any, blocks_s: float = 0.0) -> asyncio.Future[Any]:
         sent.append(command[0].decode())
         return real(self, *command, blocks_s=blocks_s)
 
-    monkeypatch.setattr(Connection, "call", call)
+    monkeypatch.setattr(PipelinedConnection, "call", call)
     return sent
 
 
@@ -76,7 +76,7 @@ async def test_a_waiter_is_registered_once_its_subscription_is_confirmed(
     """Before that, the end of the job would be published to nobody."""
     claim = await rig.start_one()
     confirmed = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(Subscription, "call", lambda *_: confirmed)
+    monkeypatch.setattr(PubSubConnection, "call", lambda *_: confirmed)
     waiting = asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000))
     for _ in range(20):
         await rig.engine.get(QUEUE, [claim.job_id])
@@ -91,7 +91,7 @@ async def test_a_waiter_that_is_cancelled_leaves_the_subscription_to_the_others(
 ) -> None:
     claim = await rig.start_one()
     confirmed = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(Subscription, "call", lambda *_: confirmed)
+    monkeypatch.setattr(PubSubConnection, "call", lambda *_: confirmed)
     first, second = (asyncio.create_task(rig.engine.wait_final(QUEUE, claim.job_id, 60_000)) for _ in range(2))
     for _ in range(20):
         await rig.engine.get(QUEUE, [claim.job_id])

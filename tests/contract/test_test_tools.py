@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from holdfast.chaos.proxy import Proxy
+from holdfast.verification.chaos.proxy import Proxy
 from tests.conftest import MakeServer
 from tools.servers import REDIS_60, SERVERS, find
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.core.job import Envelope, Receipt
-from holdfast.dlq.letters import Letters
-from holdfast.errors import (
-    EngineUnavailable,
-)
-from holdfast.ledger.letters import LetterFilter
-from holdfast.ledger.people import LetterStatus
+from holdfast.errors import EngineUnavailable
+from holdfast.ledger.port.operators import DeadLetterStatus
+from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+from holdfast.operations.dead_letters import DeadLetterOperations
 from tests.people.world import ADA, World
 
-EVERY = LetterFilter()
+EVERY = DeadLetterFilter()
 
 
 class Broken:
@@ -29,13 +27,13 @@ class Broken:
         raise EngineUnavailable("the line went dead")
 
 
-def office(world: World, desk: Any = None) -> Letters:
-    ledger = world.app.ledger_port
+def office(world: World, desk: Any = None) -> DeadLetterOperations:
+    ledger = world.app.ledger_backend
     assert ledger is not None
-    return Letters(world.app.engine, ledger, desk) if desk else world.offices.letters
+    return DeadLetterOperations(world.app.engine, ledger, desk) if desk else world.offices.dead_letters
 
 
-async def status(world: World, dlq_id: str) -> LetterStatus:
+async def status(world: World, dlq_id: str) -> DeadLetterStatus:
     return (await office(world).show(ADA, dlq_id)).status
 
 

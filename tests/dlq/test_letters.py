@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from holdfast.core.states import State
-from holdfast.dlq.difference import Change
-from holdfast.engine.port import Control
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import (
     Conflict,
     Denied,
@@ -20,13 +19,14 @@ from holdfast.errors import (
     IntakeRefused,
     InvalidOption,
     InvalidPayload,
+    NotFound,
     PayloadTooLarge,
-    Unknown,
 )
-from holdfast.guard import decision
-from holdfast.ledger.letters import LetterFilter
-from holdfast.ledger.people import LetterStatus
-from holdfast.upkeep.replays import Replays
+from holdfast.guard import decisions
+from holdfast.ledger.port.operators import DeadLetterStatus
+from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+from holdfast.operations.dead_letters import PayloadChange
+from holdfast.upkeep.dispatch import ReplaySubmission
 from tests.dlq.support import EVERY, Broken, jobs_of, office, status
 from tests.people.world import ADA, APPROVER, BOB, LOCAL, OF_ACME, VIEWER, World, person
 
@@ -37,11 +37,11 @@ async def test_letters_are_listed_grouped_and_shown_with_their_history(world: Wo
     letters = office(world)
     dlq_ids = await world.dead(3)
     page = await letters.list(ADA, EVERY)
-    assert {letter.dlq_id for letter in page.letters} == set(dlq_ids)
+    assert {letter.dlq_id for letter in page.dead_letters} == set(dlq_ids)
     (group,) = await letters.groups(ADA, EVERY)
     # "card 10 refused", "card 11 refused" … are one kind of error.
-    assert (group.count, group.job_type, group.error_code) == (3, "charge", page.letters[0].error_code)
-    assert await letters.count(ADA, LetterFilter(fingerprint=group.fingerprint, text="CARD 11")) == 1
+    assert (group.count, group.job_type, group.error_code) == (3, "charge", page.dead_letters[0].error_code)
+    assert await letters.count(ADA, DeadLetterFilter(fingerprint=group.fingerprint, text="CARD 11")) == 1
     letter = await letters.show(VIEWER, dlq_ids[0])
     assert letter.payload.value == {"amount": 10}
     assert "card 10 refused" in letter.error
@@ -53,14 +53,14 @@ async def test_of_another_tenant_nothing_is_there(world: World) -> None:
     letters = office(world)
     (theirs,) = await world.dead(1, tenant_id="globex")
     (ours,) = await world.dead(1, tenant_id="acme")
-    for wanted in (EVERY, LetterFilter(tenants=("globex", "acme"))):
-        assert [letter.dlq_id for letter in (await letters.list(OF_ACME, wanted)).letters] == [ours]
+    for wanted in (EVERY, DeadLetterFilter(tenants=("globex", "acme"))):
+        assert [letter.dlq_id for letter in (await letters.list(OF_ACME, wanted)).dead_letters] == [ours]
         assert await letters.count(OF_ACME, wanted) == 1
         assert [group.count for group in await letters.groups(OF_ACME, wanted)] == [1]
         report = await letters.replay_many(OF_ACME, wanted, reason="", dry_run=True)
         assert report.matched == 1
-    only_theirs = LetterFilter(tenants=("globex",))
-    assert (await letters.list(OF_ACME, only_theirs)).letters == []
+    only_theirs = DeadLetterFilter(tenants=("globex",))
+    assert (await letters.list(OF_ACME, only_theirs)).dead_letters == []
     assert await letters.count(OF_ACME, only_theirs) == 0
     forbidden: list[Any] = [
         letters.show(OF_ACME, theirs),
@@ -72,16 +72,16 @@ async def test_of_another_tenant_nothing_is_there(world: World) -> None:
     ]
     said = set()
     for attempt in forbidden:
-        with pytest.raises(Unknown) as refused:
+        with pytest.raises(NotFound) as refused:
             await attempt
         said.add(str(refused.value))
-    with pytest.raises(Unknown) as nobody:
+    with pytest.raises(NotFound) as nobody:
         await letters.show(OF_ACME, "nobody")
     assert said == {str(nobody.value).replace("nobody", theirs)}
     for many in (letters.discard_many, letters.replay_many):
         assert (await many(OF_ACME, only_theirs, reason="r")).results == []
     assert (await letters.confirm_many(OF_ACME, only_theirs)).results == []
-    assert await status(world, theirs) is LetterStatus.OPEN
+    assert await status(world, theirs) is DeadLetterStatus.OPEN
 
 
 async def test_roles(world: World) -> None:
@@ -101,7 +101,7 @@ async def test_roles(world: World) -> None:
         for attempt in attempts:
             with pytest.raises(Forbidden):
                 await attempt
-    assert await status(world, dlq_id) is LetterStatus.OPEN
+    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
 
 
 # Back to work --------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ async def test_a_replay_is_a_new_job_that_knows_its_letter(world: World) -> None
     assert world.runs == [(10, "order-1"), (10, "order-1")]
     assert world.paid == ["order-1"]
     letter = await letters.show(ADA, dlq_id)
-    assert (letter.status, letter.replayed_as, letter.replay_count) == (LetterStatus.REPLAYED, done.job_id, 1)
+    assert (letter.status, letter.replayed_as, letter.replay_count) == (DeadLetterStatus.REPLAYED, done.job_id, 1)
     (line,) = await world.log("operator.dlq_replay")
     assert (line.actor, line.reason, line.target_id, line.before.value["status"]) == (
         "ada",
@@ -176,7 +176,7 @@ async def test_an_edited_payload_is_seen_checked_and_run(world: World) -> None:
         {"path": "/amount", "before": 10, "after": 99},
         {"path": "/currency", "after": "CHF"},
     ]
-    assert changes[0] == Change("/amount", 10, 99)
+    assert changes[0] == PayloadChange("/amount", 10, 99)
     world.broken = False
     done = await letters.replay(ADA, dlq_id, reason="wrong amount", payload=edited)
     await world.run()
@@ -198,7 +198,7 @@ async def test_a_payload_that_cannot_be_run_changes_nothing(world: World) -> Non
             await letters.diff(ADA, dlq_id, payload)
         with pytest.raises(error):
             await letters.replay(ADA, dlq_id, reason="", payload=payload)
-    assert await status(world, dlq_id) is LetterStatus.OPEN
+    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
     assert await world.log("operator.dlq_replay") == []
 
 
@@ -239,13 +239,13 @@ async def test_of_a_replay_and_a_discard_at_once_one_wins(world: World) -> None:
         )
         letter = await letters.show(ADA, dlq_id)
         assert isinstance(discarded, Conflict) or isinstance(replayed, Conflict)
-        if letter.status is LetterStatus.DISCARDED:
+        if letter.status is DeadLetterStatus.DISCARDED:
             assert discarded is None
             assert letter.replayed_as is None
             assert isinstance(kept, Conflict)
             with pytest.raises(Conflict, match="discarded"):
                 await letters.replay(ADA, dlq_id, reason="")
-        elif letter.status is LetterStatus.REPLAYED:
+        elif letter.status is DeadLetterStatus.REPLAYED:
             assert letter.replayed_as == replayed.job_id  # type: ignore[union-attr]
             with pytest.raises(Conflict):
                 await letters.discard(ADA, dlq_id, "too old")
@@ -259,7 +259,7 @@ async def test_two_who_discard_and_replay_an_open_letter(world: World) -> None:
         )
         assert [isinstance(asked, Conflict), isinstance(replayed, Conflict)].count(True) == 1
         won = await status(world, dlq_id)
-        assert won is (LetterStatus.REPLAYED if asked is not None else LetterStatus.DISCARD_REQUESTED)
+        assert won is (DeadLetterStatus.REPLAYED if asked is not None else DeadLetterStatus.DISCARD_REQUESTED)
 
 
 # Crashes -------------------------------------------------------------------------------------------
@@ -272,16 +272,16 @@ async def test_upkeep_finishes_a_replay_that_a_crash_has_left(world: World, afte
         await office(world, Broken(world, after=after)).replay(
             ADA, dlq_id, reason="", payload=b'{"amount": 77}'
         )  # fmt: skip
-    ledger = world.app.ledger_port
+    ledger = world.app.ledger_backend
     assert ledger is not None
-    left = await ledger.people.unsubmitted_replays(10)
+    left = await ledger.operators.unsubmitted_replays(10)
     assert [row.dlq_id for row in left] == [dlq_id]
     world.broken = False
     # Two processes at once, and again: all make the same job.
-    replays = [Replays(world.app.engine, ledger) for _ in range(2)]
-    await asyncio.gather(*(one.turn() for one in replays))
-    await replays[0].turn()
-    assert await ledger.people.unsubmitted_replays(10) == []
+    replays = [ReplaySubmission(world.app.engine, ledger) for _ in range(2)]
+    await asyncio.gather(*(one.run_once() for one in replays))
+    await replays[0].run_once()
+    assert await ledger.operators.unsubmitted_replays(10) == []
     await world.run()
     letter = await office(world).show(ADA, dlq_id)
     assert letter.replayed_as is not None
@@ -296,9 +296,9 @@ async def test_a_replay_that_the_engine_refuses_hinders_no_other(world: World, m
         with pytest.raises(EngineUnavailable):
             await office(world, Broken(world)).replay(ADA, dlq_id, reason="")
     world.broken = False
-    ledger, engine = world.app.ledger_port, world.app.engine
+    ledger, engine = world.app.ledger_backend, world.app.engine
     assert ledger is not None
-    refused, *others = await ledger.people.unsubmitted_replays(10)
+    refused, *others = await ledger.operators.unsubmitted_replays(10)
     submit = engine.submit
 
     async def busy(envelopes: Any) -> Any:
@@ -308,8 +308,8 @@ async def test_a_replay_that_the_engine_refuses_hinders_no_other(world: World, m
 
     monkeypatch.setattr(engine, "submit", busy)
     # A page that is all refused.
-    assert await office(world).carry_on(1) == len(others)
-    assert await ledger.people.unsubmitted_replays(10) == [refused]
+    assert await office(world).submit_pending(1) == len(others)
+    assert await ledger.operators.unsubmitted_replays(10) == [refused]
 
 
 async def test_who_comes_while_a_replay_is_on_its_way_gets_that_one(world: World) -> None:
@@ -324,13 +324,13 @@ async def test_who_comes_while_a_replay_is_on_its_way_gets_that_one(world: World
 async def test_a_queue_that_takes_nothing_leaves_the_letter_open(world: World) -> None:
     letters = office(world)
     (dlq_id,) = await world.dead()
-    await world.app.engine.set_control("default", Control(intake_paused=True))
+    await world.app.engine.set_control("default", QueueControl(intake_paused=True))
     with pytest.raises(IntakeRefused):
         await letters.replay(ADA, dlq_id, reason="")
-    assert await status(world, dlq_id) is LetterStatus.OPEN
+    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
     (line,) = await world.log("operator.dlq_replay_refused")
     assert (line.actor, line.target_id) == ("ada", dlq_id)
-    await world.app.engine.set_control("default", Control())
+    await world.app.engine.set_control("default", QueueControl())
     assert (await letters.replay(ADA, dlq_id, reason="")).number == 2
 
 
@@ -339,18 +339,18 @@ async def test_guards_see_a_replay_as_any_submission(world: World) -> None:
     seen: list[Any] = []
 
     @world.app.guard
-    def refuse(request: decision.GuardRequest) -> Any:
+    def refuse(request: decisions.GuardRequest) -> Any:
         seen.append(request)
-        return decision.Deny("not this one") if request.arguments["amount"] == 10 else None
+        return decisions.Deny("not this one") if request.arguments["amount"] == 10 else None
 
     letters = office(world)
     with pytest.raises(Denied, match="not this one"):
         await letters.replay(ADA, dlq_id, reason="")
     assert seen[0].task == "charge"
-    assert await status(world, dlq_id) is LetterStatus.OPEN
+    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
     assert len(await jobs_of(world)) == 1
     await letters.replay(ADA, dlq_id, reason="", payload=b'{"amount": 11}')
-    assert await status(world, dlq_id) is LetterStatus.REPLAYED
+    assert await status(world, dlq_id) is DeadLetterStatus.REPLAYED
 
 
 # Away with it --------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ async def test_two_people_and_a_reason_throw_a_letter_away(world: World) -> None
     await letters.confirm(BOB, dlq_id)
     letter = await letters.show(ADA, dlq_id)
     assert (letter.status, letter.requested_by, letter.confirmed_by, letter.reason) == (
-        LetterStatus.DISCARDED,
+        DeadLetterStatus.DISCARDED,
         "ada",
         "bob",
         "customer withdrew",
@@ -396,5 +396,5 @@ async def test_nobody_whom_no_token_proves_discards(world: World) -> None:
         await letters.confirm_many(LOCAL, EVERY)
     # What one person may do alone they may.
     await letters.keep(LOCAL, dlq_id, "wait")
-    assert await status(world, dlq_id) is LetterStatus.OPEN
+    assert await status(world, dlq_id) is DeadLetterStatus.OPEN
     await letters.replay(LOCAL, dlq_id, reason="")

@@ -11,16 +11,12 @@ import pytest
 from holdfast import Holdfast
 from holdfast.core.job import Envelope, Receipt
 from holdfast.core.states import State
-from holdfast.dlq.letters import Letters
-from holdfast.dlq.many import Result
-from holdfast.engine.port import Control
-from holdfast.errors import (
-    EngineUnavailable,
-    InvalidOption,
-    LedgerUnavailable,
-)
-from holdfast.ledger.letters import LetterFilter
-from holdfast.ledger.people import LetterStatus
+from holdfast.engine.port.operators import QueueControl
+from holdfast.errors import EngineUnavailable, InvalidOption, LedgerUnavailable
+from holdfast.ledger.port.operators import DeadLetterStatus
+from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+from holdfast.operations.bulk import BulkResult
+from holdfast.operations.dead_letters import DeadLetterOperations
 from tests.dlq.support import EVERY, Broken, jobs_of, office
 from tests.people.world import ADA, BOB, OF_GLOBEX, World
 
@@ -29,12 +25,12 @@ async def test_a_filter_is_counted_first_and_replayed_at_a_pace(world: World) ->
     letters = office(world)
     await world.dead(5)
     await world.dead(2, tenant_id="acme")
-    wanted = LetterFilter(tenants=("default",))
+    wanted = DeadLetterFilter(tenants=("default",))
     dry = await letters.replay_many(ADA, wanted, reason="", dry_run=True)
     assert (dry.matched, dry.dry_run, dry.results) == (5, True, [])
     assert len(await jobs_of(world)) == 7
     world.broken = False
-    told: list[Result] = []
+    told: list[BulkResult] = []
     began = asyncio.get_running_loop().time()
     report = await letters.replay_many(ADA, wanted, reason="outage", rate_per_s=20, progress=told.append)
     # Five at twenty a second: the first at once, the fifth after 0.2 s.
@@ -59,9 +55,9 @@ async def test_one_that_cannot_be_replayed_hinders_no_other(world: World) -> Non
     async def other(amount: str) -> None: ...
 
     # Whoever knows the task knows that 5 is no text; of the others too.
-    ledger = world.app.ledger_port
+    ledger = world.app.ledger_backend
     assert ledger is not None
-    picky = Letters(world.app.engine, ledger, plans=stranger.plans)
+    picky = DeadLetterOperations(world.app.engine, ledger, plans=stranger.specs)
     report = await picky.replay_many(ADA, EVERY, reason="")
     assert (report.matched, report.done, report.failed) == (3, 0, 3)
     assert {result.code for result in report.results} == {"INVALID_PAYLOAD"}
@@ -74,7 +70,7 @@ async def test_a_call_that_was_broken_off_is_just_repeated(world: World) -> None
     letters = office(world)
     await world.dead(6)
 
-    def stop(_: Result) -> None:
+    def stop(_: BulkResult) -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
@@ -88,7 +84,7 @@ async def test_a_queue_that_takes_nothing_does_not_stop_the_others(world: World)
     letters = office(world)
     shut = await world.dead(3, queue="shut")
     await world.dead(3)
-    await world.app.engine.set_control("shut", Control(intake_paused=True))
+    await world.app.engine.set_control("shut", QueueControl(intake_paused=True))
     report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
     assert (report.matched, report.done, report.failed) == (6, 3, 1)
     assert "shut" in report.stopped
@@ -120,7 +116,7 @@ async def test_a_ledger_that_does_not_answer_stops_all(world: World) -> None:
         begun += 1
         raise LedgerUnavailable("the ledger is down")
 
-    letters._people = Mock(wraps=letters._people, begin_replay=begin_replay)
+    letters._people = Mock(wraps=letters._people, reserve_replay=begin_replay)
     report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
     assert (report.done, report.failed, report.stopped, begun) == (0, 1, "the ledger is down", 1)
 
@@ -128,11 +124,11 @@ async def test_a_ledger_that_does_not_answer_stops_all(world: World) -> None:
 async def test_a_refusal_stops_the_rest(world: World) -> None:
     letters = office(world)
     await world.dead(4)
-    await world.app.engine.set_control("default", Control(intake_paused=True))
+    await world.app.engine.set_control("default", QueueControl(intake_paused=True))
     report = await letters.replay_many(ADA, EVERY, reason="", rate_per_s=20)
     assert (report.matched, report.done, report.failed) == (4, 0, 1)
     assert "paused" in report.stopped
-    await world.app.engine.set_control("default", Control())
+    await world.app.engine.set_control("default", QueueControl())
     assert (await letters.replay_many(ADA, EVERY, reason="")).done == 4
 
 
@@ -145,7 +141,7 @@ async def test_many_are_thrown_away_by_two_people(world: World) -> None:
     letters = office(world)
     await world.dead(3)
     await world.dead(1, tenant_id="globex")
-    wanted = LetterFilter(tenants=("default",))
+    wanted = DeadLetterFilter(tenants=("default",))
     assert (await letters.discard_many(ADA, wanted, reason="old", dry_run=True)).matched == 3
     assert (await letters.discard_many(ADA, wanted, reason="old")).done == 3
     same = await letters.confirm_many(ADA, EVERY)
@@ -154,5 +150,5 @@ async def test_many_are_thrown_away_by_two_people(world: World) -> None:
     assert (await letters.confirm_many(OF_GLOBEX, EVERY)).matched == 0
     assert (await letters.confirm_many(BOB, EVERY, dry_run=True)).matched == 3
     assert (await letters.confirm_many(BOB, EVERY)).done == 3
-    assert await letters.count(ADA, LetterFilter(statuses=frozenset({LetterStatus.DISCARDED}))) == 3
-    assert await letters.count(ADA, LetterFilter(statuses=frozenset({LetterStatus.OPEN}))) == 1
+    assert await letters.count(ADA, DeadLetterFilter(statuses=frozenset({DeadLetterStatus.DISCARDED}))) == 3
+    assert await letters.count(ADA, DeadLetterFilter(statuses=frozenset({DeadLetterStatus.OPEN}))) == 1

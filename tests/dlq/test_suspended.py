@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.states import State
-from holdfast.dlq.suspended import SuspendedFilter
 from holdfast.errors import Forbidden, InvalidOption, NoLedger, TransitionInvalid, UnknownJob
+from holdfast.operations.suspended import SuspendedFilter
 from tests.people.world import ADA, APPROVER, LOCAL, OF_ACME, VIEWER, World
 
 EVERY = SuspendedFilter()

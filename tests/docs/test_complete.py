@@ -15,12 +15,12 @@ import typer.main
 import yaml
 
 import holdfast
-from holdfast import AskPeople, Context, Deny, GuardRequest, Holdfast, Job, Retry, Task, Worker
+from holdfast import Context, Deny, GuardRequest, Holdfast, Job, RequireApproval, Retry, Task, Worker
 from holdfast.cli.program import program
-from holdfast.guard.guards import Guards
-from holdfast.ledger_door import LedgerDoor
-from holdfast.options import SubmitOptions
-from holdfast.outbox.writing import Outbox
+from holdfast.client.connections import LedgerClient
+from holdfast.client.options import SubmitOptions
+from holdfast.guard.registry import GuardRegistry
+from holdfast.outbox.writer import Outbox
 from holdfast.settings import Settings
 from tools.cli_reference import walk
 
@@ -40,13 +40,14 @@ PAGES: Final = [
 #: Public by name, but plumbing between holdfast's own modules.
 INTERNAL: Final[dict[type, frozenset[str]]] = {
     Holdfast: frozenset(
-        {"plans", "outbox_port", "ledger_port", "envelope", "desk", "enlist", "enlist_sync", "enlisted", "gate"}
+        {"specs", "outbox_backend", "ledger_backend", "envelope", "submitter", "guard_runner"}
+        | {"enqueue_in_transaction", "enqueue_in_transaction_sync", "transactional_event"}
     )
-    | {"door", "inline_desk", "require_ledger", "run_inline"},
+    | {"require_ledger", "run_inline"},
     Task: frozenset({"plan"}),
-    Context: frozenset({"begun", "stop", "undecided"}),
-    Worker: frozenset({"lost", "cancelled", "controlled", "due", "incarnation", "status"}),
-    Guards: frozenset({"judge"}),
+    Context: frozenset({"begun"}),
+    Worker: frozenset({"on_leases_lost", "on_cancelled", "on_control_changed", "on_due", "incarnation", "status"}),
+    GuardRegistry: frozenset({"judge"}),
 }
 
 
@@ -100,13 +101,13 @@ NAMED: Final[dict[str, tuple[str, set[str]]]] = {
     "Task": ("Submitting", members(Task)),
     "Job": ("`Job`", members(Job)),
     "Context": ("`Context`", members(Context)),
-    "Guards": ("`app.guard`", members(Guards) | parameters(Guards.rule)),
-    "AskPeople": ("`app.guard`", fields(AskPeople)),
+    "Guards": ("`app.guard`", members(GuardRegistry) | parameters(GuardRegistry.rule)),
+    "AskPeople": ("`app.guard`", fields(RequireApproval)),
     "Deny": ("`app.guard`", fields(Deny)),
     "GuardRequest": ("`app.guard`", fields(GuardRequest)),
     "Consent": ("`Context`", {"approval_id", "by", "at_ms", "reason"}),
     "Outbox": ("`app.outbox`", members(Outbox) | parameters(Outbox.add)),
-    "ledger": ("`app.ledger`", members(LedgerDoor)),
+    "ledger": ("`app.ledger`", members(LedgerClient)),
     "Worker": ("`Worker(", members(Worker) | (parameters(Worker.__init__) - {"app"})),
 }
 
@@ -234,7 +235,7 @@ def test_every_target_of_the_audit_log_is_in_its_table() -> None:
         str(keyword.value.value)
         for path in (ROOT / "src").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Action", "Deed")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "AuditEntry"
         for keyword in node.keywords
         if keyword.arg == "target" and isinstance(keyword.value, ast.Constant)
     }

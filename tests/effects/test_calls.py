@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from holdfast.effects.calls import call
+from holdfast.effects.functions import call_function
 
 
 async def test_a_thread_that_ends_as_its_run_is_cancelled_is_heard() -> None:
     told: list[str] = []
-    running = asyncio.create_task(call(lambda: "done", (), {}, late=told.append))
+    running = asyncio.create_task(call_function(lambda: "done", (), {}, late=told.append))
     await asyncio.sleep(0)
     # The loop stands still until the thread has ended: its result and the cancellation come in one turn, in this order.
     for thread in threading.enumerate():

@@ -20,10 +20,10 @@ from pymongo import AsyncMongoClient
 from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 
 from holdfast import Context, Holdfast, Retry, State
-from holdfast.chaos.servers import free_port
 from holdfast.core.job import EMPTY_META, Claim, Lease
 from holdfast.errors import Unavailable, UsageError
 from holdfast.mongo import UNAVAILABLE, ResultSink, upsert_once
+from holdfast.verification.chaos.servers import free_port
 from tests.worker.support import eventually, working
 
 

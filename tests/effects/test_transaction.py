@@ -17,10 +17,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from holdfast import Context
-from holdfast.chaos.servers import PostgresServer
 from holdfast.core.job import EMPTY_META, Claim, Lease
 from holdfast.effects import create_keys_table
 from holdfast.errors import EffectMismatch, InvalidPayload, Unavailable, UsageError
+from holdfast.verification.chaos.servers import PostgresServer
 
 KINDS = [
     "asyncpg pool",

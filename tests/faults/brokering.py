@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, To
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from holdfast import Holdfast
-from holdfast.ledger.outbox_store import lane_of
+from holdfast.core.publishing import lane_of
 from tests.brokers.kafka_server import KafkaServer
 from tests.faults.support import QUEUE, SOURCE, WorkerProcess
 
@@ -36,9 +36,9 @@ def take(message: dict) -> None: ...
 DIES_BEFORE_MARKING: Final = """
 import asyncio, os, signal
 from holdfast.cli.main import main
-from holdfast.ledger.postgres.outbox import PostgresOutbox
+from holdfast.ledger.postgres.outbox import PostgresOutboxStore
 
-mark, marked, one_by_one = PostgresOutbox.mark, [], asyncio.Lock()
+mark, marked, one_by_one = PostgresOutboxStore.record_results, [], asyncio.Lock()
 
 async def killed(*asked):
     async with one_by_one:
@@ -47,7 +47,7 @@ async def killed(*asked):
         marked.append(await mark(*asked))
         return marked[-1]
 
-PostgresOutbox.mark = killed
+PostgresOutboxStore.record_results = killed
 main()
 """
 
@@ -147,12 +147,12 @@ class Topic:
 async def accepted(app: Holdfast) -> list[dict[str, Any]]:
     """What was known of each job when it was accepted, in the order of the feed."""
     found: list[dict[str, Any]] = []
-    page = await app.engine.feed(QUEUE, "", 500)
+    page = await app.engine.read_feed(QUEUE, "", 500)
     while page:
         for entry in page:
             found += [event.data or {} for event in entry.events if event.type == "task.created"]
         # A page begins with the last entry of the one before.
-        page = (await app.engine.feed(QUEUE, page[-1].position, 500))[1:]
+        page = (await app.engine.read_feed(QUEUE, page[-1].position, 500))[1:]
     return found
 
 

@@ -21,10 +21,10 @@ from typing import Any, Final
 
 import holdfast
 from holdfast import Holdfast, State
-from holdfast.core.job import Event, JobView
+from holdfast.core.history import HistoryReport, check_history
+from holdfast.core.job import Event, JobInfo
 from holdfast.core.states import FINAL
 from holdfast.errors import EngineUnavailable
-from holdfast.testing.history import History, check_history
 from tests import forked
 from tests.faults import sample
 
@@ -237,22 +237,22 @@ class Site:
     async def events(self) -> list[Event]:
         await self.app.open()
         entries: list[Any] = []
-        page = await self.app.engine.feed(QUEUE, "", 1_000)
+        page = await self.app.engine.read_feed(QUEUE, "", 1_000)
         while page:
             entries += page
             # A page begins with the last entry of the one before.
-            page = (await self.app.engine.feed(QUEUE, entries[-1].position, 1_000))[1:]
+            page = (await self.app.engine.read_feed(QUEUE, entries[-1].position, 1_000))[1:]
         return [event for entry in entries for event in entry.events]
 
-    async def views(self, job_ids: Iterable[str]) -> list[JobView | None]:
+    async def views(self, job_ids: Iterable[str]) -> list[JobInfo | None]:
         await self.app.open()
         return await self.app.engine.get(QUEUE, list(job_ids))
 
-    async def ended(self, job_ids: Iterable[str]) -> list[JobView]:
+    async def ended(self, job_ids: Iterable[str]) -> list[JobInfo]:
         """Their views, once all are final."""
         wanted = list(job_ids)
 
-        async def look() -> list[JobView] | None:
+        async def look() -> list[JobInfo] | None:
             try:
                 views = await self.views(wanted)
             except EngineUnavailable:
@@ -261,17 +261,17 @@ class Site:
             final = [view for view in views if view is not None and view.state in FINAL]
             return final if len(final) == len(wanted) else None
 
-        found: list[JobView] = await eventually(look, f"{len(wanted)} jobs to end")
+        found: list[JobInfo] = await eventually(look, f"{len(wanted)} jobs to end")
         return found
 
-    async def all_is_well(self, job_ids: Iterable[str], state: State = State.SUCCEEDED) -> History:
+    async def all_is_well(self, job_ids: Iterable[str], state: State = State.SUCCEEDED) -> HistoryReport:
         """These jobs end so; nothing else is left anywhere; and the feed tells a legal story with one end each."""
         wanted = list(job_ids)
         views = await self.ended(wanted)
         assert {view.state for view in views} <= {state}, [(view.job_id, view.state, view.failure) for view in views]
         await self.nothing_is_left()
         history = check_history(await self.events(), ended=True)
-        assert set(wanted) <= history.stories.keys(), "the feed does not know every job"
+        assert set(wanted) <= history.histories.keys(), "the feed does not know every job"
         return history
 
     async def nothing_is_left(self) -> None:

@@ -144,8 +144,8 @@ async def test_what_only_a_worker_can_judge_is_a_dead_letter_at_once(site: Site,
         assert await good.result(60) == 1
         history = await site.all_is_well([bad.id], State.FAILED)
         moves = ["task.created", "task.claimed", "task.dlq_pending", "task.dlq", "task.failed"]
-        assert list(history.stories[bad.id].moves) == moves
-        view = await bad.view()
+        assert list(history.histories[bad.id].moves) == moves
+        view = await bad.info()
         assert (view.attempt, view.meta.retry_count) == (1, 0)
         assert len(site.runs(bad.id)) == (1 if task in ("unwritable", "big") else 0)
         assert (await site.app.engine.stats("default")).dead_letters == 1
@@ -183,7 +183,7 @@ async def test_strange_but_legal_text_travels_unchanged(site: Site) -> None:
         again = await echo.options(**options).submit(text)
         assert await job.result(60) == text
         assert (again.id, again.duplicate) == (job.id, True)
-        view = await job.view()
+        view = await job.info()
         assert (view.trace_id, view.idempotency_key) == (STRANGE, STRANGE)
         assert view.meta.context == {text: text}
         await site.all_is_well([job.id])

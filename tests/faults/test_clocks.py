@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import State
 from holdfast.errors import WaitTimeout
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 from tests.faults import sample
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
@@ -39,13 +39,13 @@ async def test_a_callers_clock_does_not_move_due_times(
     began = time.monotonic()
     job = await redis_site.tasks.work.options(delay=0.6).submit(1)
     retried = await redis_site.tasks.flaky.submit()
-    due_in_s = (await job.view()).next_attempt_at_ms / 1000 - REAL_TIME()
+    due_in_s = (await job.info()).next_attempt_at_ms / 1000 - REAL_TIME()
     assert 0 < due_in_s <= 0.6
     async with working(redis_site.app):
         await job.result(60)
         assert time.monotonic() - began >= 0.6
         await redis_site.all_is_well([job.id, retried.id])
-    view = await job.view()
+    view = await job.info()
     for instant_ms in (view.created_at_ms, view.finished_at_ms, view.meta.history[0].started_at_ms):
         assert abs(instant_ms / 1000 - REAL_TIME()) < 30
 
@@ -63,7 +63,7 @@ async def test_a_clock_that_jumps_in_mid_run_costs_no_lease(
         delayed = await redis_site.tasks.work.options(delay=1.2).submit(1)
         # Longer than a lease: renewals go on, and nothing is taken over.
         assert await delayed.result(60) == 1
-        assert worker.counts.leases_lost == worker.counts.reclaimed == 0
+        assert worker.counters.leases_lost == worker.counters.reclaimed == 0
         gate.touch()
         await redis_site.all_is_well([job.id, delayed.id])
         assert await job.result() == "attempt 1"

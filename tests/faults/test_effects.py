@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast, Job, State
-from holdfast.chaos.servers import PostgresServer
-from holdfast.core.job import JobView
+from holdfast.core.job import JobInfo
 from holdfast.errors import EngineUnavailable
-from holdfast.ledger.port import Held, KeyState
+from holdfast.ledger.port.effects import EffectKey, EffectState
+from holdfast.verification.chaos.servers import PostgresServer
 from tests.faults import effects_sample
 from tests.faults.support import SETTINGS, SOURCE, WorkerProcess, eventually, stand_still
 
@@ -54,22 +54,22 @@ class Scene:
     async def submit(self, task: str, payload: bytes = b"{}", **options: Any) -> Job[Any]:
         return await self.app.submit_raw(task, payload, **options)
 
-    async def in_state(self, job: Job[Any], state: State) -> JobView:
-        async def look() -> JobView | None:
+    async def in_state(self, job: Job[Any], state: State) -> JobInfo:
+        async def look() -> JobInfo | None:
             try:
                 (view,) = await self.app.engine.get(job.queue, [job.id])
             except EngineUnavailable:
                 return None
             return view if view is not None and view.state is state else None
 
-        view: JobView = await eventually(look, f"the job to be {state}")
+        view: JobInfo = await eventually(look, f"the job to be {state}")
         return view
 
-    async def key(self, key: str) -> Held | None:
-        assert self.app.ledger_port is not None
-        return (await self.app.ledger_port.effects.look([("default", key)]))[0]
+    async def key(self, key: str) -> EffectKey | None:
+        assert self.app.ledger_backend is not None
+        return (await self.app.ledger_backend.effects.get([("default", key)]))[0]
 
-    async def key_is(self, key: str, state: KeyState) -> None:
+    async def key_is(self, key: str, state: EffectState) -> None:
         async def look() -> bool:
             held = await self.key(key)
             return held is not None and held.state is state
@@ -118,7 +118,7 @@ async def test_killed_between_act_and_record_it_is_in_doubt_and_happened_once(sc
     assert view.attempt == 2
     held = await scene.key("crash")
     assert held is not None
-    assert (held.state, held.attempt) == (KeyState.IN_DOUBT, 1)
+    assert (held.state, held.attempt) == (EffectState.IN_DOUBT, 1)
     assert scene.acts() == ["crash"]
 
 
@@ -164,7 +164,7 @@ async def test_a_worker_stopped_past_its_lease_resolves_the_doubt_when_it_comes_
     assert view.failure.code == "EFFECT_IN_DOUBT"
     gate.touch()
     first.resume()
-    await scene.key_is("late", KeyState.DONE)
+    await scene.key_is("late", EffectState.DONE)
     await scene.app.engine.move(job.queue, job.id, State.QUEUED, actor="me", reason="it has resolved itself")
     assert await job.result(60) == "did late"
     assert scene.acts() == ["late"]

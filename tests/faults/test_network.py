@@ -15,11 +15,11 @@ import pytest
 from redis.asyncio import Redis
 
 from holdfast import Holdfast, State
-from holdfast.chaos.proxy import Proxy
-from holdfast.core.verdict import Answer, Settlement, Succeed
-from holdfast.engine.redis.client import Script
-from holdfast.engine.redis.keys import Keys, Names
+from holdfast.core.verdict import Settlement, SettleResult, Succeed
+from holdfast.engine.redis.keys import KeyNames, QueueKeys
+from holdfast.engine.redis.net.client import Script
 from holdfast.errors import EngineUnavailable
+from holdfast.verification.chaos.proxy import Proxy
 from tests.faults import sample
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
@@ -160,7 +160,7 @@ async def test_settle_of_a_failure_whose_reply_is_lost(link: Link, task: str) ->
     link.proxy.arm("settle", "lose")
     async with _through(link):
         await link.site.all_is_well([job.id], State.SUCCEEDED if task == "flaky" else State.FAILED)
-    view = await link.site.app.job(job.id).view()
+    view = await link.site.app.job(job.id).info()
     assert view.meta.retry_count == (1 if task == "flaky" else 0)
     assert (await link.site.app.engine.stats("default")).dead_letters == (1 if task == "fail" else 0)
     assert len(link.site.runs()) == (2 if task == "flaky" else 1)
@@ -213,15 +213,15 @@ async def test_a_verdict_that_comes_after_the_lease_is_refused(link: Link, heir_
         (claim,) = await eventually(lambda: heir.engine.reclaim("heir", ["default"], 1), "the lease to be lost")
         verdict = Settlement(claim, Succeed(b'"by the heir"'), claim.claimed_at_ms)
         if heir_is == "done":
-            assert await heir.engine.settle([verdict]) == [Answer.APPLIED]
-        assert worker.in_hand == 1
+            assert await heir.engine.settle([verdict]) == [SettleResult.APPLIED]
+        assert worker.in_flight == 1
         link.proxy.join()
-        await eventually(lambda: worker.in_hand == 0, "the answer to the late verdict")
+        await eventually(lambda: worker.in_flight == 0, "the answer to the late verdict")
         assert late.engine.counts.stale_settles == 1
         if heir_is == "still at it":
-            view = await job.view()
+            view = await job.info()
             assert (view.state, view.worker) == (State.RUNNING, "heir")
-            assert await heir.engine.settle([verdict]) == [Answer.APPLIED]
+            assert await heir.engine.settle([verdict]) == [SettleResult.APPLIED]
         await link.site.all_is_well([job.id])
     assert await job.result() == "by the heir"
     assert (await link.site.final_events())[job.id] == 1
@@ -277,7 +277,7 @@ async def _through(link: Link) -> AsyncIterator[None]:
     async with working(link.app) as worker:
         yield
         assert link.proxy.hit.is_set(), "the fault never happened"
-        await eventually(lambda: worker.in_hand == 0, "the engine's last answer")
+        await eventually(lambda: worker.in_flight == 0, "the engine's last answer")
 
 
 def _is_renewed(link: Link, job_id: str) -> Callable[[], Awaitable[bool]]:
@@ -287,7 +287,7 @@ def _is_renewed(link: Link, job_id: str) -> Callable[[], Awaitable[bool]]:
     async def look() -> bool:
         nonlocal oldest_ms
         async with Redis.from_url(link.site.url) as redis:
-            stream = Keys("default", Names(namespace=str(link.site.settings["namespace"]))).streams[1]
+            stream = QueueKeys("default", KeyNames(namespace=str(link.site.settings["namespace"]))).streams[1]
             rows = await redis.xpending_range(stream, "cg:workers", "-", "+", 10)
         idle_ms = int(rows[0]["time_since_delivered"])
         renewed = idle_ms < oldest_ms

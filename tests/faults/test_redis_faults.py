@@ -11,8 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from holdfast import Holdfast, State, Worker
-from holdfast.chaos.servers import free_port
 from holdfast.errors import EngineUnavailable, UnknownJob
+from holdfast.verification.chaos.servers import free_port
 from tests.conftest import MakeServer
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from holdfast import State
-from holdfast.engine.port import Control
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable
 from tests.conftest import MakeServer
 from tests.faults.conftest import MakeSite
@@ -92,7 +92,7 @@ async def test_running_jobs_settle_and_the_line_drains(full: Full) -> None:
         gate.touch()
         await full.has_drained()
         await site.all_is_well([*jobs, *(job.id for job in running)])
-        assert {(await job.view()).attempt for job in running} == {1}
+        assert {(await job.info()).attempt for job in running} == {1}
     assert len(site.runs()) == 605
 
 
@@ -178,9 +178,9 @@ async def test_an_operator_can_make_room(full: Full) -> None:
     for job in (jobs[0], waiting):
         await job.cancel("make room", actor="ada")
         assert await job.state() is State.CANCELLED
-    await site.app.engine.set_control("default", Control(paused=True, intake_paused=True))
-    assert (await site.app.engine.control("default")).paused
-    await site.app.engine.set_control("default", Control())
+    await site.app.engine.set_control("default", QueueControl(paused=True, intake_paused=True))
+    assert (await site.app.engine.get_control("default")).paused
+    await site.app.engine.set_control("default", QueueControl())
     async with working(site.app):
         await full.has_drained()
     assert [await job.state() for job in jobs[1:]] == [State.SUCCEEDED] * 2

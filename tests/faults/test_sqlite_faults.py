@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast, State
-from holdfast.engine.sqlite import connection
 from holdfast.errors import EngineUnavailable, HoldfastError, InvalidOption
+from holdfast.sqlite import connection
 from tests.faults.conftest import MakeSite
 from tests.faults.support import Site, eventually
 from tests.worker.support import working

@@ -16,12 +16,12 @@ import pytest
 from sqlalchemy import select
 
 from benchmarks.failover_load import Accepted, Load
-from holdfast.chaos.redis_nodes import Node
-from holdfast.chaos.topologies import ClusterRedis, Topology, make_topology
-from holdfast.core.names import queue_prefix
+from holdfast.core.text import queue_prefix
 from holdfast.errors import EngineUnavailable
-from holdfast.ledger.schema import jobs
-from holdfast.ledger.verify import Report, verify_ledger
+from holdfast.ledger.verify import LedgerReport, verify_ledger
+from holdfast.schema import jobs
+from holdfast.verification.chaos.redis_nodes import Node
+from holdfast.verification.chaos.topologies import ClusterRedis, Topology, make_topology
 from tests.conftest import MakeSentinel
 from tests.faults.conftest import MakeSite
 from tests.faults.support import QUEUE, Site, WorkerProcess, eventually
@@ -115,19 +115,19 @@ class Scene:
             rows = snapshot.rows(select(jobs.c.job_id, jobs.c.state))
             return {str(row.job_id): str(row.state) async for row in rows}
 
-    async def settled(self) -> Report:
+    async def settled(self) -> LedgerReport:
         """What the ledger tells once every job that it knows has ended."""
 
-        async def look() -> Report | None:
+        async def look() -> LedgerReport | None:
             try:
-                await self.site.app.ledger.caught_up(5)
+                await self.site.app.ledger.wait_caught_up(5)
             except EngineUnavailable:
                 return None
             report = await verify_ledger(self.site.app.ledger.queries)
             return None if report.open_jobs else report
 
-        report: Report = await eventually(look, "all jobs of the ledger to end", SETTLED_WITHIN_S)
-        report.assert_sound(ended=True)
+        report: LedgerReport = await eventually(look, "all jobs of the ledger to end", SETTLED_WITHIN_S)
+        report.assert_valid(ended=True)
         return report
 
     async def account_for(self, *loads: Load) -> list[Accepted]:
@@ -247,7 +247,7 @@ async def test_the_ledger_brings_back_what_it_had_seen(scene: Scene, ahead_s: in
     await scene.site.has_runs(held, 1)
     ended = [await scene.submit(number, durable=True) for number in range(10, 15)]
     await scene.site.ended(ended)
-    await scene.site.app.ledger.caught_up()
+    await scene.site.app.ledger.wait_caught_up()
     for worker in scene.workers:
         worker.pause()
     unseen = [await scene.submit(number) for number in range(20, 25)]
@@ -278,7 +278,7 @@ async def test_a_key_that_the_replica_never_saw_still_names_one_job(scene: Scene
     scene.master().cut_off_replicas()
     first = await scene.submit(1, durable=True)
     await scene.site.ended([before, first])
-    await scene.site.app.ledger.caught_up()
+    await scene.site.app.ledger.wait_caught_up()
     await scene.fail_over(target=scene.owner())
     await eventually(lambda: any(each.said("keys are known again") for each in scene.workers), "a worker to notice")
     again = await scene.insist(1, durable=True)

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
-from holdfast.brokers.kafka import KafkaAdapter, KafkaConnection
+from holdfast.brokers.kafka import KafkaAdapter, KafkaConfig
 from holdfast.testing import drain
-from holdfast.triggers.callables import CallableRuntime
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import LedgerDedup
-from holdfast.triggers.runtime import Runtime
-from holdfast.triggers.tasks import TaskRuntime
+from holdfast.triggers.dedup import LedgerDedupStore
+from holdfast.triggers.runtime import CallableRuntime, Runtime
+from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.brokers.kafka_server import SASL_USER, KafkaServer
 from tests.brokers.rabbitmq_server import USER
@@ -50,7 +49,7 @@ MESSAGES: list[tuple[str | None, bytes | None, Any, str]] = [
 
 
 def trigger_of(server: KafkaServer, topic: Topic, runtime: Runtime, **options: Any) -> QueueTrigger:
-    adapter = KafkaAdapter(KafkaConnection(bootstrap_servers=server.address), topic.name, "shop", prefetch=100)
+    adapter = KafkaAdapter(KafkaConfig(bootstrap_servers=server.address), topic.name, "shop", prefetch=100)
     config = TriggerConfig(
         queue_name=topic.name, consumer_group="shop", concurrency=5, retry_backoff_base=0.01, max_retries=2
     )
@@ -69,8 +68,8 @@ async def test_messages_of_all_kinds(kafka_server: KafkaServer, tmp_path: Path, 
         ran.append(message)
 
     async with app:
-        assert app.ledger_port is not None
-        book = app.ledger_port.triggers
+        assert app.ledger_backend is not None
+        book = app.ledger_backend.triggers
         async with trigger_of(kafka_server, topic, TaskRuntime(app, "handle"), book=book) as trigger:
             await eventually(lambda: sum(trigger.counts.consumed.values()) >= len(MESSAGES), "all of them")
         await drain(app)
@@ -106,9 +105,9 @@ async def test_a_poison_message_is_a_dead_letter_and_the_rest_goes_on(
         return f"run-{context['message']}"
 
     async with Holdfast(f"sqlite:///{tmp_path / 'all.db'}") as app:
-        assert app.ledger_port is not None
-        ledger = app.ledger_port
-        options = {"book": ledger.triggers, "dedup": LedgerDedup(ledger.effects, topic.name)}
+        assert app.ledger_backend is not None
+        ledger = app.ledger_backend
+        options = {"book": ledger.triggers, "dedup": LedgerDedupStore(ledger.effects, topic.name)}
         async with trigger_of(kafka_server, topic, CallableRuntime(act), **options) as trigger:
             await eventually(lambda: sum(trigger.counts.consumed.values()) >= 60, "all of them")
         failed = [row for row in await ledger.triggers.executions(None) if row.status == "failed"]

@@ -12,11 +12,11 @@ from redis.asyncio import Redis
 
 from holdfast import Holdfast
 from holdfast.brokers.factory import build_adapter, build_publisher
-from holdfast.brokers.port import Outgoing
-from holdfast.ledger.trigger_book import Status
+from holdfast.brokers.port import OutgoingMessage
+from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.testing import drain
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.tasks import TaskRuntime
+from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.brokers.kafka_server import KafkaServer, MakeKafka
 from tests.brokers.rabbitmq_server import PASSWORD, USER, MakeRabbit, RabbitServer
@@ -44,7 +44,7 @@ def broker(request: pytest.FixtureRequest) -> tuple[str, Mapping[str, Any]]:
     return "rabbitmq", to_rabbit(request.getfixturevalue("rabbitmq_server"))
 
 
-async def publish(kind: str, connection: Mapping[str, Any], messages: list[Outgoing]) -> None:
+async def publish(kind: str, connection: Mapping[str, Any], messages: list[OutgoingMessage]) -> None:
     publisher = build_publisher(kind, connection)
     await publisher.connect()
     try:
@@ -73,7 +73,7 @@ async def test_a_storm_of_duplicates_on_four_triggers(
         triggers = [QueueTrigger(config, adapter, TaskRuntime(app, "handle")) for adapter in adapters]
         await asyncio.gather(*(trigger.start() for trigger in triggers))
         storm = [
-            Outgoing(queue, b"%d" % (number % 100), {"x-dedup-key": str(number % 100)}, message_id=f"m-{number}")
+            OutgoingMessage(queue, b"%d" % (number % 100), {"x-dedup-key": str(number % 100)}, message_id=f"m-{number}")
             for number in range(10_000)
         ]
         await publish(kind, connection, storm)
@@ -90,9 +90,11 @@ async def test_a_storm_of_duplicates_on_four_triggers(
     assert len(born) == 100
     counts = [trigger.counts for trigger in triggers]
     assert (
-        sum(count.dedup_hits for count in counts) == sum(count.consumed[Status.DUPLICATE] for count in counts) == 9_900
+        sum(count.dedup_hits for count in counts)
+        == sum(count.consumed[ExecutionStatus.DUPLICATE] for count in counts)
+        == 9_900
     )
-    assert sum(count.consumed[Status.SUCCESS] for count in counts) == 100
+    assert sum(count.consumed[ExecutionStatus.SUCCESS] for count in counts) == 100
     assert sum(sum(count.consumed.values()) for count in counts) == 10_000
     assert all(sum(count.consumed.values()) for count in counts), "all four took part"
     # Nobody gets any of it again.
@@ -118,12 +120,12 @@ class Gated(TaskRuntime):
         self.waiting = 0
         self._calls = 0
 
-    async def act(self, call: Any) -> Any:
+    async def run_call(self, call: Any) -> Any:
         self._calls += 1
         if self._calls > 500 and not self.gate.is_set():
             self.waiting += 1
             await self.gate.wait()
-        return await super().act(call)
+        return await super().run_call(call)
 
 
 @pytest.mark.parametrize("kind", ["kafka", "rabbitmq"])
@@ -149,7 +151,7 @@ async def test_a_broker_killed_in_mid_batch_and_back(
 
     config = TriggerConfig(queue_name="orders", consumer_group="shop", concurrency=10, prefetch=50)
     messages = [
-        Outgoing("orders", b'{"key": "key-%d", "n": %d}' % (key, n), {}, f"key-{key}", f"{key}-{n}")
+        OutgoingMessage("orders", b'{"key": "key-%d", "n": %d}' % (key, n), {}, f"key-{key}", f"{key}-{n}")
         for n in range(150)
         for key in range(20)
     ]
@@ -172,10 +174,13 @@ async def test_a_broker_killed_in_mid_batch_and_back(
             runtime.gate.set()
             # Not in a thread: the server goes with the thread that started it.
             server.start()
-            await eventually(lambda: trigger.counts.consumed[Status.SUCCESS] >= 3_000, "the rest", 60)
+            await eventually(lambda: trigger.counts.consumed[ExecutionStatus.SUCCESS] >= 3_000, "the rest", 60)
             await eventually(lambda: _none_left(adapter), "everything to be acknowledged")
             assert (await trigger.health()).status == "healthy"
             counts = trigger.counts
-            assert sum(counts.consumed.values()) == counts.consumed[Status.SUCCESS] + counts.consumed[Status.DUPLICATE]
+            assert (
+                sum(counts.consumed.values())
+                == counts.consumed[ExecutionStatus.SUCCESS] + counts.consumed[ExecutionStatus.DUPLICATE]
+            )
         born = await accepted(app)
     assert by_key(message_of(job) for job in born) == {f"key-{key}": list(range(150)) for key in range(20)}

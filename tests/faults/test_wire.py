@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from holdfast import State
 from holdfast.core.states import FINAL
 from holdfast.core.verdict import MESSAGE_MALFORMED
-from holdfast.engine.redis.keys import Keys, Names
+from holdfast.engine.redis.keys import KeyNames, QueueKeys
 from holdfast.errors import EngineUnavailable
 from tests.faults.support import Site, eventually
 from tests.worker.support import working
@@ -89,7 +89,7 @@ class Wire:
         self.site = site
         # Its stubs allow for text in place of bytes everywhere; this client gives bytes.
         self.redis: Any = redis
-        self.keys = Keys("default", Names(namespace=str(site.settings["namespace"])))
+        self.keys = QueueKeys("default", KeyNames(namespace=str(site.settings["namespace"])))
         self.stream = self.keys.streams[1]
 
     async def write(self, fields: dict[str, bytes]) -> bytes:

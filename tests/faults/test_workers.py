@@ -41,9 +41,9 @@ async def test_a_killed_worker_is_replaced_within_the_lease_and_two_seconds(site
     for job in jobs:
         attempts = 2 if job.id in orphans else 1
         assert await job.result() == f"attempt {attempts}"
-        assert history.stories[job.id].moves.count("task.reclaimed") == attempts - 1
+        assert history.histories[job.id].moves.count("task.reclaimed") == attempts - 1
         # A lost lease uses up no retry.
-        assert (await job.view()).meta.retry_count == 0
+        assert (await job.info()).meta.retry_count == 0
 
 
 async def _busy_one(site: Site, workers: list[WorkerProcess], job_ids: list[str]) -> tuple[WorkerProcess, list[str]]:
@@ -104,7 +104,7 @@ async def test_a_blocked_event_loop_keeps_its_lease(redis_site: Site) -> None:
     history = await site.all_is_well([job.id])
     assert await job.result() == "attempt 1"
     assert len(site.runs(job.id)) == 1
-    assert list(history.stories[job.id].moves) == ["task.created", "task.claimed", "task.succeeded"]
+    assert list(history.histories[job.id].moves) == ["task.created", "task.claimed", "task.succeeded"]
 
 
 async def test_a_poison_pill_is_a_dead_letter_after_max_deliveries(engine_url: str, make_site: MakeSite) -> None:
@@ -124,11 +124,11 @@ async def test_a_poison_pill_is_a_dead_letter_after_max_deliveries(engine_url: s
     history = await site.all_is_well([pill.id], State.FAILED)
     assert survivor.alive
     assert len(site.runs(pill.id)) == 2
-    view = await pill.view()
+    view = await pill.info()
     assert view.failure is not None
     assert view.failure.code == POISON_PILL
     assert (view.meta.retry_count, view.meta.lost_leases) == (0, 2)
-    assert list(history.stories[pill.id].moves)[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
+    assert list(history.histories[pill.id].moves)[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
     assert (await site.app.engine.stats("default")).dead_letters == 1
 
 
@@ -164,7 +164,7 @@ async def test_sigterm_drains(site: Site) -> None:
     assert await worker.ended() == 0
 
     assert [await job.state() for job in running] == [State.SUCCEEDED] * 2
-    views = [await job.view() for job in waiting]
+    views = [await job.info() for job in waiting]
     assert {(view.state, view.attempt, view.meta.retry_count) for view in views} == {(State.QUEUED, 0, 0)}
     assert (await site.app.engine.stats("default")).workers == 0
     async with working(site.app):
@@ -198,4 +198,4 @@ async def test_a_second_sigterm_hurries_and_the_jobs_go_on_elsewhere(redis_site:
     gate.touch()
     async with working(site.app):
         await site.all_is_well(job.id for job in jobs)
-    assert [(await job.view()).meta.retry_count for job in jobs] == [0, 0]
+    assert [(await job.info()).meta.retry_count for job in jobs] == [0, 0]

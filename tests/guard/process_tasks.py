@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from holdfast import Context, Deny, GuardRequest, Holdfast
-from holdfast.guard.decision import Decision
+from holdfast.guard.decisions import Decision
 
 app = Holdfast("sqlite://")
 

@@ -9,16 +9,16 @@ from typing import Any
 from redis.asyncio import Redis
 
 from holdfast import Holdfast, Job
-from holdfast.core.person import ALL_TENANTS, Person, Role
-from holdfast.ledger.people import ApprovalRow, ApprovalStatus
-from holdfast.offices import Offices
+from holdfast.core.principal import ALL_TENANTS, Principal, Role
+from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus
+from holdfast.operations.operations import Operations
 from tests.worker.support import eventually
 
 EVERYTHING = frozenset({ALL_TENANTS})
 
 
-def person(name: str, role: Role = Role.APPROVER, *tenants: str, proven: bool = True) -> Person:
-    return Person(name=name, role=role, tenants=frozenset(tenants) or EVERYTHING, proven=proven)
+def person(name: str, role: Role = Role.APPROVER, *tenants: str, proven: bool = True) -> Principal:
+    return Principal(name=name, role=role, tenants=frozenset(tenants) or EVERYTHING, verified=proven)
 
 
 ANN, BOB, CYD = person("ann"), person("bob"), person("cyd")
@@ -26,7 +26,7 @@ ANN, BOB, CYD = person("ann"), person("bob"), person("cyd")
 
 async def question(app: Holdfast, job: Job[Any], status: ApprovalStatus = ApprovalStatus.REQUESTED) -> ApprovalRow:
     """The job's latest approval, once the ledger has it in that state."""
-    approvals = Offices.of(app).approvals
+    approvals = Operations.for_app(app).approvals
 
     async def look() -> ApprovalRow | None:
         rows = [row for row in (await approvals.list(ANN)).approvals if row.job_id == job.id]
@@ -37,17 +37,17 @@ async def question(app: Holdfast, job: Job[Any], status: ApprovalStatus = Approv
 
 
 async def vote(
-    app: Holdfast, voter: Person, approval_id: str, *, approve: bool = True, reason: str = ""
+    app: Holdfast, voter: Principal, approval_id: str, *, approve: bool = True, reason: str = ""
 ) -> ApprovalRow:
-    return await Offices.of(app).approvals.vote(voter, approval_id, approve=approve, reason=reason)
+    return await Operations.for_app(app).approvals.vote(voter, approval_id, approve=approve, reason=reason)
 
 
 async def events(app: Holdfast, job: Job[Any], tenant_id: str = "default") -> list[str]:
     """The types of a job's events, as the ledger has them now."""
-    from holdfast.ledger.keys import JobKey
+    from holdfast.core.job import JobKey
 
-    await app.ledger.caught_up()
-    return [event.type for event in await app.ledger.queries.story(JobKey(tenant_id, job.queue, job.id))]
+    await app.ledger.wait_caught_up()
+    return [event.type for event in await app.ledger.queries.events(JobKey(tenant_id, job.queue, job.id))]
 
 
 async def change_in_store(app: Holdfast, job: Job[Any], before: str, after: str) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from holdfast import AskPeople, Consent, Context, Holdfast, Job, State
-from holdfast.core.person import Role
+from holdfast import Approval, Context, Holdfast, Job, RequireApproval, State
+from holdfast.core.principal import Role
 from holdfast.core.verdict import CANCELLED
-from holdfast.errors import ApprovalVoid, Conflict, Forbidden, JobCancelled, JobFailed, NoLedger, Unknown
-from holdfast.guard.approvals import Approvals
-from holdfast.ledger.people import ApprovalStatus
-from holdfast.offices import Offices
+from holdfast.errors import ApprovalVoid, Conflict, Forbidden, JobCancelled, JobFailed, NoLedger, NotFound
+from holdfast.ledger.port.operators import ApprovalStatus
+from holdfast.operations.approvals import ApprovalOperations
+from holdfast.operations.operations import Operations
 from tests.guard import process_tasks
 from tests.guard.conftest import MakeApp
 from tests.guard.support import ANN, BOB, CYD, change_in_store, events, person, question, vote
@@ -30,7 +30,7 @@ class Bank:
     def __init__(self, app: Holdfast, **ask: Any) -> None:
         self.app = app
         self.paid: list[int] = []
-        app.guard.rule("large", when=lambda args: args["amount"] > 100, then=AskPeople("much money", **ask))
+        app.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money", **ask))
 
         @app.task
         async def pay(amount: int) -> str:
@@ -59,7 +59,7 @@ async def test_a_yes_lets_the_job_run(app: Holdfast) -> None:
         assert await job.result(60) == "paid 101"
         told = await events(app, job)
     assert told == ["approval.requested", "approval.approved", "task.claimed", "task.succeeded"]
-    log = (await app.ledger.queries.operator_log()).lines
+    log = (await app.ledger.queries.audit_log()).entries
     assert [(line.type, line.actor, line.target_id) for line in log] == [("operator.approve", "ann", row.approval_id)]
 
 
@@ -101,8 +101,8 @@ async def test_a_vote_after_the_deadline_is_too_late_even_before_upkeep_has_look
         await eventually(is_late, "the deadline")
         with pytest.raises(Conflict, match="expired"):
             await vote(app, ANN, row.approval_id)
-        await Offices.of(app).approvals.expire(10)
-        await Offices.of(app).approvals.carry_on(10)
+        await Operations.for_app(app).approvals.expire(10)
+        await Operations.for_app(app).approvals.deliver_pending(10)
         with pytest.raises(JobCancelled):
             await job.result(60)
 
@@ -172,16 +172,16 @@ async def test_who_may_not_answer(app: Holdfast) -> None:
         with pytest.raises(Forbidden, match="token"):
             await vote(app, person("local:dan", Role.ADMIN, proven=False), row.approval_id)
         stranger = person("eve", Role.ADMIN, "globex")
-        with pytest.raises(Unknown):
+        with pytest.raises(NotFound):
             await vote(app, stranger, row.approval_id)
-        with pytest.raises(Unknown):
-            await Offices.of(app).approvals.show(stranger, row.approval_id)
-        assert (await Offices.of(app).approvals.list(stranger)).approvals == []
-        with pytest.raises(Unknown):
+        with pytest.raises(NotFound):
+            await Operations.for_app(app).approvals.show(stranger, row.approval_id)
+        assert (await Operations.for_app(app).approvals.list(stranger)).approvals == []
+        with pytest.raises(NotFound):
             await vote(app, ANN, "no-such-approval")
         assert (await question(app, job)).votes == ()
         neighbour = person("fay", Role.APPROVER, "acme")
-        assert (await Offices.of(app).approvals.show(neighbour, row.approval_id)).approval == row
+        assert (await Operations.for_app(app).approvals.show(neighbour, row.approval_id)).approval == row
         assert (await vote(app, neighbour, row.approval_id)).status is APPROVED
 
 
@@ -193,7 +193,7 @@ async def test_who_submitted_it_may_not_approve_it(app: Holdfast) -> None:
         envelope = Envelope(
             job_id=new_job_ids(1)[0], task="pay", payload=b'{"amount":200}', meta=Meta(submitted_by="ann")
         )
-        receipt = await (await app.desk()).submit(envelope)
+        receipt = await (await app.submitter()).submit(envelope)
         row = await question(app, app.job(receipt.job_id))
         assert row.requested_by == "ann"
         with pytest.raises(Forbidden, match="somebody else"):
@@ -207,10 +207,10 @@ async def test_what_is_shown(app: Holdfast) -> None:
     async with working(app):
         job = await bank.ask()
         row = await question(app, job)
-        sheet = await Offices.of(app).approvals.show(person("dan", Role.VIEWER), row.approval_id)
+        sheet = await Operations.for_app(app).approvals.show(person("dan", Role.VIEWER), row.approval_id)
         assert sheet.job is not None
         assert sheet.job.payload.value == {"amount": 101}
-        assert [event.type for event in sheet.story] == ["approval.requested"]
+        assert [event.type for event in sheet.events] == ["approval.requested"]
 
 
 # What an answer is bound to ----------------------------------------------------------------------------
@@ -251,7 +251,7 @@ async def test_a_payload_that_is_changed_after_the_yes_is_asked_about_again(app:
         job = await bank.ask(delay=3600)
         row = await question(app, job)
         await vote(app, ANN, row.approval_id)
-        assert (await job.view()).meta.cleared == row.payload_hash
+        assert (await job.info()).meta.cleared == row.payload_hash
         await change_in_store(app, job, "101", "999")
         await app.engine.expedite(job.queue, job.id, actor="test", reason="now")
         again = await question(app, job)
@@ -295,7 +295,7 @@ async def test_a_cleared_job_that_was_changed_does_not_run_where_no_guard_is(
         paid.append(amount)
 
     job = await bank.pay.options(delay=3600).submit(100)
-    assert (await job.view()).meta.cleared
+    assert (await job.info()).meta.cleared
     await change_in_store(bank.app, job, "100", "999")
     await blind.open()
     await blind.engine.expedite(job.queue, job.id, actor="test", reason="now")
@@ -348,18 +348,18 @@ async def test_a_task_asks_in_the_middle_of_its_run(app: Holdfast) -> None:
         assert row.deadline is not None
         assert timedelta(minutes=59) < row.deadline - row.requested_at < timedelta(minutes=61)
         # The worker was given back: its only slot is free.
-        await eventually(lambda: worker.in_hand == 0, "the worker to let go")
+        await eventually(lambda: worker.in_flight == 0, "the worker to let go")
         await vote(app, ANN, row.approval_id)
         await vote(app, BOB, row.approval_id)
         assert await job.result(60) == "all about whales, draft 1, by ann+bob"
     assert drafts == ["whales", "the yes"]
-    view = await job.view()
+    view = await job.info()
     assert view.meta.retry_count == 0
 
 
 async def test_a_task_learns_who_said_yes_and_why(app: Holdfast) -> None:
     @app.task
-    async def ask(ctx: Context) -> Consent:
+    async def ask(ctx: Context) -> Approval:
         return await ctx.approval("ship it")
 
     async with working(app):
@@ -367,7 +367,7 @@ async def test_a_task_learns_who_said_yes_and_why(app: Holdfast) -> None:
         row = await question(app, job)
         await vote(app, ANN, row.approval_id, reason="tested")
         consent = await job.result(60)
-        assert isinstance(consent, Consent)
+        assert isinstance(consent, Approval)
         assert (consent.approval_id, consent.by, consent.reason) == (row.approval_id, ("ann",), "tested")
         assert abs(consent.at_ms - await app.engine.now_ms()) < 60_000
 
@@ -431,8 +431,8 @@ async def test_a_decision_that_is_delivered_late_does_not_answer_the_next_reques
 
         with monkeypatch.context() as patched:
             patched.setattr(app.engine, "get", get_stale)
-            await Approvals(app.engine, app.ledger_port)._deliver(decided)  # type: ignore[arg-type]
-        view = await job.view()
+            await ApprovalOperations(app.engine, app.ledger_backend)._deliver(decided)  # type: ignore[arg-type]
+        view = await job.info()
         assert (view.state, view.meta.ask and view.meta.ask.approval_id) == (
             State.WAITING_APPROVAL,
             second.approval_id,
@@ -544,4 +544,4 @@ async def test_without_a_ledger_a_task_cannot_ask(lonely: Holdfast) -> None:
             await (await ask.submit()).result(60)
     assert caught.value.error_code == NoLedger.code
     with pytest.raises(NoLedger):
-        _ = Offices.of(lonely).approvals
+        _ = Operations.for_app(lonely).approvals

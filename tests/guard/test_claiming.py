@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from holdfast import AskPeople, Deny, GuardRequest, Holdfast, Job, Retry, State
+from holdfast import Deny, GuardRequest, Holdfast, Job, RequireApproval, Retry, State
 from holdfast.core.verdict import DEPENDENCY_UNAVAILABLE, GUARD_DENIED
 from holdfast.errors import GuardFailed, JobFailed, NoLedger, Unavailable
-from holdfast.guard.decision import Decision
+from holdfast.guard.decisions import Decision
 from tests.guard import process_tasks
 from tests.guard.conftest import MakeApp
 from tests.guard.support import ANN, events, question, vote
@@ -58,7 +58,7 @@ async def test_what_nobody_cleared_is_shown_to_the_guards(shop: Shop, task: str)
         seen.append(request)
         return Deny("an enemy") if request.arguments["to"] == "eve" else None
 
-    shop.app.guard.rule("large", when=lambda args: args["to"] == "bob", then=AskPeople("is bob fine?"))
+    shop.app.guard.rule("large", when=lambda args: args["to"] == "bob", then=RequireApproval("is bob fine?"))
     async with working(shop.app):
         allowed, denied, asked = [await shop.push(task, to) for to in ("ann", "eve", "bob")]
         assert await allowed.result(60) == "paid ann"
@@ -72,7 +72,7 @@ async def test_what_nobody_cleared_is_shown_to_the_guards(shop: Shop, task: str)
         assert await asked.result(60) == "paid bob"
         told = await events(shop.app, asked)
     assert {(request.task, request.source) for request in seen} == {(task, "claim")}
-    view = await denied.view()
+    view = await denied.info()
     assert (view.attempt, view.state) == (1, State.FAILED)
     assert view.failure is not None
     assert "an enemy" in view.failure.message
@@ -168,7 +168,7 @@ async def test_a_guard_that_never_answers_lets_nothing_run(stores: dict[str, Any
         with pytest.raises(JobFailed) as caught:
             await job.result(60)
     assert caught.value.error_code == GuardFailed.code
-    assert (await job.view()).attempt == 2
+    assert (await job.info()).attempt == 2
     assert shop.runs == []
 
 
@@ -185,7 +185,7 @@ async def test_a_guard_whose_server_is_down_uses_up_no_retries(shop: Shop) -> No
     async with working(shop.app):
         job = await shop.push("on_loop", "ann")
         assert await job.result(60) == "paid ann"
-    view = await job.view()
+    view = await job.info()
     assert view.attempt == 4
     assert {attempt.failure.code for attempt in view.meta.history if attempt.failure} <= {DEPENDENCY_UNAVAILABLE}
 
@@ -193,7 +193,7 @@ async def test_a_guard_whose_server_is_down_uses_up_no_retries(shop: Shop) -> No
 async def test_without_a_ledger_a_question_is_a_dead_letter(lonely: Holdfast, make_app: MakeApp) -> None:
     stranger = make_app(url=lonely.settings.url, namespace=lonely.settings.namespace)
     shop = Shop(lonely, stranger)
-    lonely.guard.rule("always", then=AskPeople("sure?"))
+    lonely.guard.rule("always", then=RequireApproval("sure?"))
     async with working(lonely):
         job = await shop.push("on_loop", "ann")
         with pytest.raises(JobFailed) as caught:
@@ -224,7 +224,7 @@ async def test_a_drained_worker_gives_back_what_its_guards_look_at(shop: Shop) -
     async with working(shop.app) as worker:
         await asyncio.wait_for(looking.wait(), 20)
         worker.drain()
-    view = await job.view()
+    view = await job.info()
     assert (view.state, view.attempt) == (State.QUEUED, 0)
     assert shop.runs == []
 
@@ -242,7 +242,7 @@ async def test_a_job_that_is_cancelled_while_its_guards_look_never_runs(shop: Sh
         job = await shop.push("in_thread", "ann")
         await eventually(looking.is_set, "the guard to look")
         await job.cancel("not any more")
-        await eventually(lambda: worker.in_hand == 0, "the worker to let go")
+        await eventually(lambda: worker.in_flight == 0, "the worker to let go")
         go_on.set()
         await eventually(lambda: worker.running == 0, "the slot to be free")
     assert await job.state() is State.CANCELLED
@@ -265,6 +265,6 @@ async def test_a_guard_that_swallows_its_cancellation_lets_nothing_run(shop: Sho
         job = await shop.push("in_thread", "ann")
         await asyncio.wait_for(looking.wait(), 20)
         await job.cancel("not any more")
-        await eventually(lambda: worker.in_hand == 0 and worker.running == 0, "the worker to let go")
+        await eventually(lambda: worker.in_flight == 0 and worker.running == 0, "the worker to let go")
     assert await job.state() is State.CANCELLED
     assert shop.runs == []

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from holdfast import AskPeople, Context, Holdfast, Job, State
-from holdfast.core.job import Ask, Consent, Meta
-from holdfast.core.verdict import answered
-from holdfast.engine.port import Control
+from holdfast import Context, Holdfast, Job, RequireApproval, State
+from holdfast.core.job import Approval, ApprovalRequest, Meta
+from holdfast.core.verdict import with_approval
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
-from holdfast.ledger.people import ApprovalStatus
-from holdfast.offices import Offices
-from holdfast.upkeep.approvals import Registrar
+from holdfast.ledger.port.operators import ApprovalStatus
+from holdfast.operations.operations import Operations
+from holdfast.upkeep.dispatch import ApprovalDelivery
 from tests.conftest import MakePostgres, MakeServer
 from tests.guard.conftest import MakeApp
 from tests.guard.support import ANN, BOB, events, question, vote
@@ -31,7 +31,7 @@ class Bank:
     def __init__(self, app: Holdfast) -> None:
         self.app = app
         self.paid: list[int] = []
-        app.guard.rule("always", then=AskPeople("sure?"))
+        app.guard.rule("always", then=RequireApproval("sure?"))
 
         @app.task
         async def pay(amount: int) -> str:
@@ -45,8 +45,8 @@ VOTER = """
 import asyncio, os, signal, sys
 from holdfast import Holdfast
 from holdfast.engine.port import Engine
-from holdfast.core.person import ALL_TENANTS, Person, Role
-from holdfast.offices import Offices
+from holdfast.core.principal import ALL_TENANTS, Principal, Role
+from holdfast.operations.operations import Operations
 
 url, ledger, namespace, approval_id = sys.argv[1:]
 
@@ -60,8 +60,8 @@ async def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     app.engine.move = die
-    ann = Person(name="ann", role=Role.APPROVER, tenants=frozenset({ALL_TENANTS}))
-    await Offices.of(app).approvals.vote(ann, approval_id, approve=True, reason="")
+    ann = Principal(name="ann", role=Role.APPROVER, tenants=frozenset({ALL_TENANTS}))
+    await Operations.for_app(app).approvals.vote(ann, approval_id, approve=True, reason="")
 
 
 asyncio.run(main())
@@ -144,7 +144,7 @@ async def test_an_answer_that_is_told_twice_answers_no_other_question(app: Holdf
         first = await question(app, job)
         decided = await vote(app, ANN, first.approval_id)
         second = await eventually(lambda: _other(app, job, first.approval_id), "the second question")
-        await Offices.of(app).approvals._deliver(decided)
+        await Operations.for_app(app).approvals._deliver(decided)
         assert await job.state() is State.WAITING_APPROVAL
         assert ran == []
         await vote(app, BOB, second)
@@ -152,7 +152,7 @@ async def test_an_answer_that_is_told_twice_answers_no_other_question(app: Holdf
 
 
 async def _other(app: Holdfast, job: Job[Any], first: str) -> str | None:
-    ask = (await job.view()).meta.ask
+    ask = (await job.info()).meta.ask
     if ask is None or ask.approval_id == first:
         return None
     return (await question(app, job)).approval_id
@@ -160,10 +160,10 @@ async def _other(app: Holdfast, job: Job[Any], first: str) -> str | None:
 
 def test_a_yes_to_one_question_is_none_to_another() -> None:
     """The last line of defence, in the engine's own step."""
-    meta = Meta(ask=Ask("two", "hash", name="second"))
-    late = Consent("one", ("ann",), 1)
-    assert answered(meta, late) == Meta()
-    assert answered(meta, Consent("two", ("ann",), 1)).consents == {"second": Consent("two", ("ann",), 1)}
+    meta = Meta(ask=ApprovalRequest("two", "hash", name="second"))
+    late = Approval("one", ("ann",), 1)
+    assert with_approval(meta, late) == Meta()
+    assert with_approval(meta, Approval("two", ("ann",), 1)).consents == {"second": Approval("two", ("ann",), 1)}
 
 
 async def test_a_worker_that_dies_while_the_job_waits_changes_nothing(app: Holdfast) -> None:
@@ -177,7 +177,7 @@ async def test_a_worker_that_dies_while_the_job_waits_changes_nothing(app: Holdf
     async with working(app) as worker:
         job = await ask.submit()
         row = await question(app, job)
-        await eventually(lambda: worker.in_hand == 0, "the worker to let go")
+        await eventually(lambda: worker.in_flight == 0, "the worker to let go")
     # Nobody is there: the question stands, and so does the answer.
     assert (await vote(app, ANN, row.approval_id)).status is APPROVED
     async with working(app):
@@ -246,7 +246,7 @@ async def test_an_older_copy_of_the_engine_is_told_again(
         job = await bank.pay.submit(5)
         row = await question(app, job)
         # Not yet: what has ended in the ledger would not show whether it is told.
-        await app.engine.set_control(job.queue, Control(paused=True))
+        await app.engine.set_control(job.queue, QueueControl(paused=True))
         copy = {key: await redis.dump(key) or b"" for key in await redis.keys()}
         assert (await vote(app, ANN, row.approval_id)).status is APPROVED
         await _nothing_left(app)
@@ -256,7 +256,7 @@ async def test_an_older_copy_of_the_engine_is_told_again(
                 step.restore(key, 0, value)
             await step.execute()
         assert await job.state() is State.WAITING_APPROVAL
-        await app.engine.set_control(job.queue, Control())
+        await app.engine.set_control(job.queue, QueueControl())
         await eventually(lambda: bank.paid == [5], "the job to go on")
         await _nothing_left(app)
 
@@ -265,22 +265,22 @@ async def test_upkeep_stays_quiet_while_the_ledger_is_away(
     app: Holdfast, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await app.open()
-    assert app.ledger_port is not None
+    assert app.ledger_backend is not None
 
     async def away(*_: Any) -> None:
         raise LedgerUnavailable("made to fail by the test")
 
-    registrar = Registrar(app.engine, app.ledger_port)
-    assert await registrar.turn() >= 1.0
-    monkeypatch.setattr(app.ledger_port.people, "expire", away)
+    registrar = ApprovalDelivery(app.engine, app.ledger_backend)
+    assert await registrar.run_once() >= 1.0
+    monkeypatch.setattr(app.ledger_backend.operators, "expire_approvals", away)
     for _ in range(3):
-        assert await registrar.turn() >= 1.0
+        assert await registrar.run_once() >= 1.0
     assert caplog.text.count("approvals wait") == 1
 
 
 async def _nothing_left(app: Holdfast) -> None:
-    assert app.ledger_port is not None
-    people = app.ledger_port.people
+    assert app.ledger_backend is not None
+    people = app.ledger_backend.operators
 
     async def none() -> bool:
         return not await people.undelivered_approvals(10)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from holdfast import AskPeople, Deny, GuardRequest, Holdfast, Job, State
+from holdfast import Deny, GuardRequest, Holdfast, Job, RequireApproval, State
 from holdfast.core.job import EMPTY_META
 from holdfast.errors import Denied, GuardFailed, LedgerUnavailable, NoLedger
-from holdfast.guard.decision import Decision
-from holdfast.guard.hashing import payload_hash
+from holdfast.guard.decisions import Decision, payload_hash
 from holdfast.testing import inline
 from tests.guard.conftest import MakeApp
 
@@ -50,13 +49,13 @@ def watch(app: Holdfast) -> list[GuardRequest]:
 
 async def test_without_guards_nothing_is_different_on_the_wire(memory: Holdfast) -> None:
     job = await payments(memory).submit("ann")
-    assert (await job.view()).meta == EMPTY_META
+    assert (await job.info()).meta == EMPTY_META
 
 
 async def test_an_allowed_job_is_marked_with_what_was_seen(app: Holdfast) -> None:
     pay, seen = payments(app), watch(app)
     job = await pay.options(tenant_id="acme", idempotency_key="k1", context={"user": 7}).submit("ann", amount=3)
-    view = await job.view()
+    view = await job.info()
     assert view.state is State.QUEUED
     assert view.meta.cleared == payload_hash("pay", "acme", view.payload)
     assert seen == [
@@ -92,7 +91,7 @@ def test_the_blocking_door_is_guarded(memory: Holdfast) -> None:
     memory.guard.rule("none", then=Deny("closed today"))
     with pytest.raises(Denied, match="closed today"):
         pay.submit_sync("a")
-    memory.door.close(memory.close)
+    memory._portal.close(memory.close)
 
 
 async def test_arguments_are_as_the_function_gets_them(memory: Holdfast) -> None:
@@ -125,8 +124,8 @@ async def test_denied_is_an_error_a_log_line_and_an_event(app: Holdfast, caplog:
     assert "too much" in caplog.text
     assert "ann" not in caplog.text
     assert await app.engine.queues() == []
-    page = await app.ledger.queries.operator_log()
-    (entry,) = [each for each in page.lines if each.type == "guard.denied"]
+    page = await app.ledger.queries.audit_log()
+    (entry,) = [each for each in page.entries if each.type == "guard.denied"]
     assert (entry.tenant_id, entry.target, entry.target_id) == ("acme", "task", "pay")
     assert entry.reason == "too much; no friend"
 
@@ -141,8 +140,8 @@ async def test_a_ledger_that_is_away_changes_nothing_about_a_denial(
     async def away(actions: object) -> None:
         raise LedgerUnavailable("made to fail by the test")
 
-    assert memory.ledger_port is not None
-    monkeypatch.setattr(memory.ledger_port.people, "record", away)
+    assert memory.ledger_backend is not None
+    monkeypatch.setattr(memory.ledger_backend.operators, "record_audit", away)
     with pytest.raises(Denied):
         await pay.submit("ann")
     assert "not in the operators' log" in caplog.text
@@ -171,10 +170,10 @@ async def test_a_broken_guard_accepts_nothing(memory: Holdfast) -> None:
 
 async def test_people_are_asked_by_holding_the_job(app: Holdfast) -> None:
     pay = payments(app)
-    app.guard.rule("large", when=lambda args: args["amount"] > 100, then=AskPeople("much money", quorum=2))
-    app.guard.rule("hurry", then=AskPeople("always", deadline=timedelta(hours=1)))
+    app.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money", quorum=2))
+    app.guard.rule("hurry", then=RequireApproval("always", deadline=timedelta(hours=1)))
     job = await pay.submit("ann", 101)
-    view = await job.view()
+    view = await job.info()
     assert (view.state, view.meta.cleared) == (State.WAITING_APPROVAL, "")
     ask = view.meta.ask
     assert ask is not None
@@ -188,7 +187,7 @@ async def test_who_holds_a_job_back_asks_people_too(app: Holdfast) -> None:
     job = await payments(app).options(hold=True).submit("ann")
     many = await payments_of_another_name(app).options(hold=True).submit_many([("bob",)])
     for held in (job, *many):
-        view = await held.view()
+        view = await held.info()
         assert view.state is State.WAITING_APPROVAL
         assert view.meta.ask is not None
         assert view.meta.ask.policies == ("hold",)
@@ -203,12 +202,12 @@ def payments_of_another_name(app: Holdfast) -> Any:
 
 async def test_without_a_ledger_nobody_can_be_asked(lonely: Holdfast) -> None:
     pay = payments(lonely)
-    lonely.guard.rule("large", when=lambda args: args["amount"] > 100, then=AskPeople("much money"))
+    lonely.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money"))
     with pytest.raises(NoLedger, match="large"):
         await pay.submit("ann", 101)
     assert await lonely.engine.queues() == []
     held: Job[str] = await pay.options(hold=True).submit("ann")
-    view = await held.view()
+    view = await held.info()
     # As ever: an operator moves it on.
     assert (view.state, view.meta.ask) == (State.WAITING_APPROVAL, None)
 
@@ -216,7 +215,7 @@ async def test_without_a_ledger_nobody_can_be_asked(lonely: Holdfast) -> None:
 async def test_inline_mode_has_the_same_guards(memory: Holdfast) -> None:
     pay = payments(memory)
     memory.guard.rule("none", when=lambda args: args["amount"] > 1000, then=Deny("too much"))
-    memory.guard.rule("large", when=lambda args: args["amount"] > 100, then=AskPeople("much money"))
+    memory.guard.rule("large", when=lambda args: args["amount"] > 100, then=RequireApproval("much money"))
     with inline(memory):
         assert await (await pay.submit("ann")).result() == "10 to ann"
         assert await (await pay.submit("ann", 101)).state() is State.WAITING_APPROVAL

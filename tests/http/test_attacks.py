@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast import AskPeople
+from holdfast import RequireApproval
 from holdfast.core.job import Envelope
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from holdfast.errors import Unauthorized
-from holdfast.http.gate import DevGate
-from holdfast.http.places import Cover
-from holdfast.http.reading import too_deep
+from holdfast.http.auth import DevAuthenticator
+from holdfast.http.operation import too_deep
+from holdfast.http.subscribers import EventIdCodec
 from tests.http.test_jobs import _submit
 from tests.http.test_stream import _events, _ids, _listening, _take
 from tests.http.world import World, sample, serving
@@ -71,24 +71,24 @@ def test_an_events_id_names_no_queue_of_others(world: World) -> None:
 
 def test_places_are_known_to_every_process_of_the_same_key() -> None:
     place = "a%3Bb=12-3.4;c=5"
-    covered = Cover(b"key").hide(place)
-    assert Cover(b"key").show(covered) == place
-    assert Cover(b"other").show(covered) is None
-    assert len(covered) == len(Cover(b"key").hide("a=1"))
+    covered = EventIdCodec(b"key").encode(place)
+    assert EventIdCodec(b"key").decode(covered) == place
+    assert EventIdCodec(b"other").decode(covered) is None
+    assert len(covered) == len(EventIdCodec(b"key").encode("a=1"))
 
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[World]:
     """Additions are for people to decide about."""
     app = sample(f"sqlite:///{tmp_path / 'jobs.db'}")
-    app.guard.rule("sums", task="add", then=AskPeople("sums are dangerous"))
+    app.guard.rule("sums", task="add", then=RequireApproval("sums are dangerous"))
     with serving(app, upkeep=False, run_endpoint=True) as world:
         yield world
 
 
 def test_the_run_endpoint_goes_by_the_guard(guarded: World) -> None:
     """A job that came past the desk, as other programs hand them in, is shown to the guard before it runs."""
-    engine = guarded.service.offices.engine
+    engine = guarded.service.operations.engine
     job = Envelope(job_id="past-the-desk", task="add", payload=b'{"a": 1}')
     guarded.call(lambda: engine.submit([job]))
     ran = guarded.client().post("/api/v1/internal/jobs/past-the-desk/run").json()
@@ -162,16 +162,16 @@ class _NoTokens:
 )
 async def test_dev_mode_is_for_this_machine(scope: dict[str, Any]) -> None:
     with pytest.raises(Unauthorized):
-        await DevGate(_NoTokens()).person(scope)
+        await DevAuthenticator(_NoTokens()).authenticate(scope)
 
 
 async def test_the_dev_cookie_is_for_the_servers_own_pages() -> None:
     """To a browser all ports of this machine are one site: a page of another server here comes with the cookie, too."""
-    gate = DevGate(_NoTokens())
+    gate = DevAuthenticator(_NoTokens())
     cookie = gate.exchange(gate.link("").partition("key=")[2]).partition(";")[0]
     for origin in ("same-origin", "none"):
-        assert (await gate.person(_scope(sec_fetch_site=origin, cookie=cookie))).name == "dev"
-    assert (await gate.person(_scope("::1", origin="http://127.0.0.1:8000", cookie=cookie))).name == "dev"
+        assert (await gate.authenticate(_scope(sec_fetch_site=origin, cookie=cookie))).name == "dev"
+    assert (await gate.authenticate(_scope("::1", origin="http://127.0.0.1:8000", cookie=cookie))).name == "dev"
     for other in ({"sec_fetch_site": "same-site"}, {"origin": "http://127.0.0.1:3000"}, {"origin": "null"}):
         with pytest.raises(Unauthorized):
-            await gate.person(_scope(cookie=cookie, **other))
+            await gate.authenticate(_scope(cookie=cookie, **other))

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from holdfast.core.person import Role
-from holdfast.http.reading import MAX_DEPTH
+from holdfast.core.principal import Role
+from holdfast.http.operation import MAX_DEPTH
 from tests.http.test_jobs import _run, _submit
 from tests.http.world import ROOT, World, sample, serving
 
@@ -108,7 +108,7 @@ def test_a_bad_token_is_always_the_same_401(shared: World, given: str) -> None:
 
 def test_a_revoked_token_is_none(world: World) -> None:
     client = world.client("eve")
-    office = world.service.offices.tokens
+    office = world.service.operations.tokens
     (row,) = [row for row in world.call(lambda: office.list(ROOT)) if row.name == "eve"]
     world.call(lambda: office.revoke(ROOT, row.token_id))
     _problem(client.get("/api/v1/jobs"), 401, "UNAUTHORIZED")
@@ -241,7 +241,7 @@ def test_what_nobody_foresaw_tells_nothing(world: World, monkeypatch: pytest.Mon
     def explode(*_: object) -> None:
         raise RuntimeError("the password is swordfish")
 
-    monkeypatch.setattr(world.service.offices.engine, "queues", explode)
+    monkeypatch.setattr(world.service.operations.engine, "queues", explode)
     reply = world.client().get("/api/v1/queues")
     _problem(reply, 500, "INTERNAL_ERROR")
     assert "swordfish" not in reply.text

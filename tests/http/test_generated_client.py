@@ -20,7 +20,7 @@ import pytest
 from pydantic import BaseModel
 
 from holdfast import Holdfast
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from holdfast.http import create_api
 from holdfast.http.task_schemas import references
 from tests.cli.harness import PATIENCE_S
@@ -74,22 +74,22 @@ def test_a_generated_client_submits_waits_lists_and_cancels(
     with package.client.AuthenticatedClient(base_url=working.base, token=working.token()) as client:
         wanted = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1, b=2))
         job = package.submit_job.sync(client=client, body=wanted, wait=30)
-        assert isinstance(job, models.JobDetail)
+        assert isinstance(job, models.JobDetailResponse)
         assert (job.state, job.result) == (models.State.SUCCEEDED, 3)
 
         wanted = models.SubmitAddRequest(task="add", payload=models.AddArguments(a=1), delay_s=3600)
         later = package.submit_job.sync(client=client, body=wanted)
-        assert isinstance(later, models.Accepted)
+        assert isinstance(later, models.SubmitResponse)
         assert package.get_job.sync(later.job_id, client=client).state == models.State.QUEUED
 
-        cancelled = package.cancel_job.sync(later.job_id, client=client, body=models.Wish(reason="a test"))
+        cancelled = package.cancel_job.sync(later.job_id, client=client, body=models.ReasonRequest(reason="a test"))
         assert cancelled.state == models.State.CANCELLED
 
         page = package.list_jobs.sync(client=client, state=[models.State.CANCELLED])
         assert [each.job_id for each in page.jobs] == [later.job_id]
         many = package.submit_jobs.sync(
             client=client,
-            body=models.BulkSubmission(
+            body=models.BulkSubmitRequest(
                 jobs=[
                     models.BulkSubmitAddItem(task="add", payload=models.AddArguments(a=1), idempotency_key="one"),
                     models.BulkSubmitRefuseItem(task="refuse"),
@@ -111,7 +111,7 @@ def _run_how_to(working: World, program: Path) -> None:
 
 def test_a_generated_client_parses_errors(working: World, package: SimpleNamespace) -> None:
     models = package.models
-    wish = models.Wish(reason="a test")
+    wish = models.ReasonRequest(reason="a test")
     with package.client.AuthenticatedClient(base_url=working.base, token=working.token()) as client:
         missing = package.get_job.sync_detailed("missing", client=client)
         assert (missing.status_code, missing.parsed.code) == (404, "UNKNOWN_JOB")
@@ -204,11 +204,11 @@ def test_types_of_the_app_do_not_replace_those_of_the_api() -> None:
     document = create_api(_awkward()).openapi()
     schemas = document["components"]["schemas"]
     changed = {name for name in own if own[name] != schemas[name]}
-    assert changed == {"Submission", "BulkItem"}
+    assert changed == {"SubmitRequest", "BulkSubmitItem"}
     assert {ref.rpartition("/")[2] for ref in references(document)} == schemas.keys()
     # Two tasks share a type, a third one has another of the same name.
     orders = [schema["properties"].keys() for name, schema in schemas.items() if name.endswith("Order")]
     assert sorted(map(sorted, orders)) == [["item", "job"], ["other"]]
     # Their names differ in punctuation only.
-    mapping = schemas["Submission"]["discriminator"]["mapping"]
+    mapping = schemas["SubmitRequest"]["discriminator"]["mapping"]
     assert len(mapping) == len({ref.lower() for ref in mapping.values()}) == 6

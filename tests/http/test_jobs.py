@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from tests.http.world import World, sample, serving
 
 

@@ -11,7 +11,7 @@ import jsonschema_rs
 import pytest
 
 from holdfast import Holdfast
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from holdfast.http import create_api
 from tests.http.test_jobs import _submit
 from tests.http.world import World, sample

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from holdfast import Holdfast
 from holdfast.http import mount
-from holdfast.http.gate import DevGate
+from holdfast.http.auth import DevAuthenticator
 from tests.http.world import World, sample, serving
 
 #: As a browser sends them when an address is typed.
@@ -60,8 +60,8 @@ def dev(tmp_path: Path) -> Iterator[World]:
 
 
 def _link(world: World) -> str:
-    gate = world.service.gate
-    assert isinstance(gate, DevGate)
+    gate = world.service.authenticator
+    assert isinstance(gate, DevAuthenticator)
     return gate.link(world.base)
 
 
@@ -171,7 +171,7 @@ def test_links_hold_under_a_prefix(tmp_path: Path) -> None:
     with serving(app, api=shop) as world:
         browser = world.stranger(**_BROWSER)
         browser.follow_redirects = True
-        gate: DevGate = inner.state.service.gate
+        gate: DevAuthenticator = inner.state.service.authenticator
         start = browser.get(gate.link(f"{world.base}/tasks"))
         assert start.url.path == "/tasks/"
         for href in _Page(start).links:

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast import AskPeople, Deny, Holdfast
-from holdfast.core.person import Role
-from holdfast.guard.decision import Decision, GuardRequest
+from holdfast import Deny, Holdfast, RequireApproval
+from holdfast.core.principal import Role
+from holdfast.guard.decisions import Decision, GuardRequest
 from tests.http.test_bad_input import _problem
 from tests.http.test_jobs import _run, _submit
 from tests.http.world import World, sample, serving
@@ -45,7 +45,7 @@ def _yes(client: httpx.Client, path: str) -> httpx.Response:
 
 
 def test_approving_twice_is_a_conflict(tmp_path: Path) -> None:
-    with _guarded(tmp_path, AskPeople("money", quorum=2)) as world:
+    with _guarded(tmp_path, RequireApproval("money", quorum=2)) as world:
         path = _asked(world.client("ada"))
         bob, cyd = world.client("bob", Role.APPROVER), world.client("cyd", Role.APPROVER)
         assert _yes(bob, path).json()["status"] == "requested"
@@ -61,7 +61,7 @@ def test_approving_twice_is_a_conflict(tmp_path: Path) -> None:
 
 
 def test_whoever_asked_cannot_approve(tmp_path: Path) -> None:
-    with _guarded(tmp_path, AskPeople("money")) as world:
+    with _guarded(tmp_path, RequireApproval("money")) as world:
         path = _asked(world.client("ada"))
         _problem(_yes(world.client("ada"), path), 403, "FORBIDDEN")
         _problem(_yes(world.client("ada", Role.APPROVER), path), 403, "FORBIDDEN")
@@ -70,7 +70,7 @@ def test_whoever_asked_cannot_approve(tmp_path: Path) -> None:
 
 def test_approving_after_the_deadline_is_a_conflict(tmp_path: Path) -> None:
     """Even before anybody has looked at the clock."""
-    with _guarded(tmp_path, AskPeople("money", deadline=0.2)) as world:
+    with _guarded(tmp_path, RequireApproval("money", deadline=0.2)) as world:
         path, bob = _asked(world.client("ada")), world.client("bob", Role.APPROVER)
         time.sleep(0.3)
         _problem(_yes(bob, path), 409, "CONFLICT")
@@ -79,7 +79,7 @@ def test_approving_after_the_deadline_is_a_conflict(tmp_path: Path) -> None:
 
 
 def test_another_tenants_question_is_not_there(tmp_path: Path) -> None:
-    with _guarded(tmp_path, AskPeople("money")) as world:
+    with _guarded(tmp_path, RequireApproval("money")) as world:
         path, eve = _asked(world.client("ada")), world.client("eve", Role.APPROVER, ("acme",))
         assert eve.get("/api/v1/approvals").json()["approvals"] == []
         _problem(eve.get(path), 404, "NOT_FOUND")
@@ -94,12 +94,14 @@ def _slip_in(world: World) -> str:
     """A job that no guard has seen, as another program's message would be."""
     app: Holdfast = world.service.app
     envelope = app.envelope("add", b'{"a": 1}')
-    (receipt,) = world.call(lambda: world.service.offices.engine.submit([envelope]))
+    (receipt,) = world.call(lambda: world.service.operations.engine.submit([envelope]))
     return receipt.job_id
 
 
 @pytest.mark.parametrize(
-    ("decision", "state"), [(Deny("never"), "failed"), (AskPeople("money"), "waiting_approval")], ids=["no", "ask"]
+    ("decision", "state"),
+    [(Deny("never"), "failed"), (RequireApproval("money"), "waiting_approval")],
+    ids=["no", "ask"],
 )
 def test_a_job_that_is_run_by_hand_is_shown_to_the_guards(tmp_path: Path, decision: Decision, state: str) -> None:
     with _guarded(tmp_path, decision) as world:
@@ -138,7 +140,7 @@ def test_a_run_that_breaks_is_in_the_log_all_the_same(world: World, monkeypatch:
 
     client = world.client("ada")
     job_id = _submit(client)
-    monkeypatch.setattr(world.service.bench, "_perform", break_down)
+    monkeypatch.setattr(world.service.debug_runner, "_perform", break_down)
     assert _run(client, job_id).status_code == 500
     (line,) = _runs(client, job_id)
     assert (line["before"], line["after"]) == ({"state": "queued"}, {})

@@ -45,7 +45,7 @@ def test_an_error_is_told_with_its_own_code_and_status() -> None:
         (errors.TransitionInvalid("j-1", "failed", "queued"), 409),
         (errors.Unauthorized("who?"), 401),
         (errors.Forbidden("no"), 403),
-        (errors.Unknown("job", "j-1"), 404),
+        (errors.NotFound("job", "j-1"), 404),
         (errors.Conflict("too late"), 409),
         (errors.EngineUnavailable("10.0.0.1:6379 refused"), 503),
         (errors.LedgerUnavailable("10.0.0.1:5432 refused"), 503),

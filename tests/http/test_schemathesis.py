@@ -18,7 +18,7 @@ from typing import Any, Final
 import pytest
 
 from holdfast import Context, Holdfast
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from holdfast.http.openapi import CODES
 from tests.http.world import PATIENCE_S, World, leave_a_trigger, sample, serving
 
@@ -95,7 +95,7 @@ def test_schemathesis_finds_nothing(who: str, tmp_path: Path, tables: Path) -> N
         )
         assert done.returncode == 0, f"{done.stdout[-20_000:]}\n{done.stderr[-2_000:]}"
         # Who has gone away is noticed.
-        _until(lambda: world.service.hub.listeners == 0)
+        _until(lambda: world.service.hub.subscriber_count == 0)
 
 
 def _strict(document: dict[str, Any]) -> dict[str, Any]:

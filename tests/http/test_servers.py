@@ -19,9 +19,9 @@ import httpx
 import msgspec
 import pytest
 
-from holdfast.chaos.servers import free_port
 from holdfast.http import create_api
 from holdfast.http.service import Service
+from holdfast.verification.chaos.servers import free_port
 from tests.cli.harness import PATIENCE_S, environment, eventually
 from tests.http.world import sample
 

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from holdfast.core.person import Role
-from holdfast.http import listening, places
-from holdfast.http.hub import Hub
-from holdfast.http.listening import Listener, Wish
+from holdfast.core.principal import Role
+from holdfast.http import subscribers
+from holdfast.http.event_hub import EventHub
+from holdfast.http.subscribers import StreamFilter, StreamSubscriber
 from tests.http.test_jobs import _run, _submit
 from tests.http.world import PATIENCE_S, World, sample, serving
 
@@ -80,15 +80,15 @@ def test_a_stream_goes_on_where_it_broke(world: World) -> None:
     made += [_submit(world.client()) for _ in range(3)]
     with _listening(client, last=first["id"]) as events:
         assert _ids(_take(events, 5)) == made[1:]
-    other = Hub(world.service.offices.engine)
+    other = EventHub(world.service.operations.engine)
 
     async def elsewhere() -> bytes:
-        listener = Listener(Wish(None), lambda: None)
-        await other.join(listener, first["id"])
+        listener = StreamSubscriber(StreamFilter(None), lambda: None)
+        await other.subscribe(listener, first["id"])
         try:
-            return await listener.take(5)
+            return await listener.next_chunk(5)
         finally:
-            await other.leave(listener)
+            await other.unsubscribe(listener)
 
     told = world.call(elsewhere).decode()
     assert [job_id for job_id in made if job_id in told] == made[1:]
@@ -140,17 +140,17 @@ def test_nobody_hears_of_other_tenants(world: World) -> None:
 async def test_what_waits_for_a_client_is_bounded_in_bytes_too() -> None:
     """Only one who comes back gets more at once."""
     let_go: list[bool] = []
-    listener = Listener(Wish(None), lambda: let_go.append(True))
-    listener.tell(b"x" * (listening.BACKLOG_BYTES + 1))
+    listener = StreamSubscriber(StreamFilter(None), lambda: let_go.append(True))
+    listener.send(b"x" * (subscribers.BACKLOG_BYTES + 1))
     assert not let_go
-    listener.tell(b"x")
+    listener.send(b"x")
     assert let_go
-    assert len(await listener.take(0)) == listening.BACKLOG_BYTES + 1
+    assert len(await listener.next_chunk(0)) == subscribers.BACKLOG_BYTES + 1
 
 
 def test_a_client_that_never_reads_is_let_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody else is held up meanwhile."""
-    monkeypatch.setattr(listening, "BACKLOG", 3)
+    monkeypatch.setattr(subscribers, "BACKLOG", 3)
     place = urlsplit(world.base)
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2_048)
@@ -158,20 +158,20 @@ def test_a_client_that_never_reads_is_let_go(world: World, monkeypatch: pytest.M
         sock.sendall(
             f"GET /api/v1/stream HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {world.token()}\r\n\r\n".encode()
         )
-        _until(lambda: world.service.hub.listeners == 1)
+        _until(lambda: world.service.hub.subscriber_count == 1)
         client = world.client()
         jobs = [{"task": "refuse", "payload": {"why": "x" * 2_000}} for _ in range(80)]
         # As many as it takes to fill the buffers of both ends, however large they are.
         deadline = time.monotonic() + PATIENCE_S
-        while world.service.hub.listeners and time.monotonic() < deadline:
+        while world.service.hub.subscriber_count and time.monotonic() < deadline:
             assert client.post("/api/v1/jobs/bulk", json={"jobs": jobs}).status_code == 200
-        assert world.service.hub.listeners == 0
+        assert world.service.hub.subscriber_count == 0
 
 
 def test_a_client_that_goes_away_is_forgotten(world: World) -> None:
     with _listening(world.client()):
-        _until(lambda: world.service.hub.listeners == 1)
-    _until(lambda: world.service.hub.listeners == 0)
+        _until(lambda: world.service.hub.subscriber_count == 1)
+    _until(lambda: world.service.hub.subscriber_count == 0)
 
 
 def test_streams_on_redis_with_a_ledger(redis_url: str, postgres_url: str, namespace: str) -> None:
@@ -190,32 +190,37 @@ def test_streams_on_redis_with_a_ledger(redis_url: str, postgres_url: str, names
 
 def test_a_feed_that_was_cut_is_told(world: World) -> None:
     """An entry that should be there and is not: whoever listens hears of it."""
-    engine = world.service.offices.engine
+    engine = world.service.operations.engine
     _submit(world.client())
 
     async def cut() -> Any:
-        hub = Hub(engine)
-        listener = Listener(Wish(None), lambda: None)
-        await hub.join(listener, None)
+        hub = EventHub(engine)
+        listener = StreamSubscriber(StreamFilter(None), lambda: None)
+        await hub.subscribe(listener, None)
         hub._at["default"] = (hub._at["default"][0], "another-nonce")
         try:
             await asyncio.to_thread(_submit, world.stranger(authorization=f"Bearer {world.token()}"))
             told = b""
             while b"event: gap" not in told:
-                told += await listener.take(5)
+                told += await listener.next_chunk(5)
             return told
         finally:
-            await hub.leave(listener)
+            await hub.unsubscribe(listener)
 
     world.token()
     assert b"event: gap" in world.call(cut)
 
 
 def test_places_are_told_apart() -> None:
-    assert places.from_text("a%3Bb=12-3.4;c=5") == {"a;b": "12-3.4", "c": "5"}
-    assert places.as_text("a;b", "12-3.4", {"c": "5", "d": ""}) == "a%3Bb=12-3.4;c=5"
-    assert places.from_text("x") is None
-    assert places.parsed("12-3.4") < places.parsed("12-3.5") < places.parsed("12-3") < places.parsed("12-10.0")
+    assert subscribers.parse_event_id("a%3Bb=12-3.4;c=5") == {"a;b": "12-3.4", "c": "5"}
+    assert subscribers.format_event_id("a;b", "12-3.4", {"c": "5", "d": ""}) == "a%3Bb=12-3.4;c=5"
+    assert subscribers.parse_event_id("x") is None
+    assert (
+        subscribers.parse_position("12-3.4")
+        < subscribers.parse_position("12-3.5")
+        < subscribers.parse_position("12-3")
+        < subscribers.parse_position("12-10.0")
+    )
 
 
 def test_a_jobs_stream_waits_for_the_ledger_without_asking_it_again_and_again(
@@ -228,21 +233,21 @@ def test_a_jobs_stream_waits_for_the_ledger_without_asking_it_again_and_again(
         job_id = _submit(client)
         looks: list[str] = []
         queries = type(world.service.queries)
-        story = queries.story
+        story = queries.events
 
         async def counted(self: Any, key: Any) -> Any:
             looks.append(key.job_id)
             return await story(self, key)
 
-        monkeypatch.setattr(queries, "story", counted)
+        monkeypatch.setattr(queries, "events", counted)
         with _listening(world.client(), f"?job_id={job_id}") as events:
-            heard = Listener(Wish(None), lambda: None)
-            world.call(lambda: world.service.hub.join(heard, None))
+            heard = StreamSubscriber(StreamFilter(None), lambda: None)
+            world.call(lambda: world.service.hub.subscribe(heard, None))
             last = [_submit(client) for _ in range(30)][-1]
             told = b""
             while last.encode() not in told:
-                told += world.call(lambda: heard.take(5))
-            world.call(lambda: world.service.hub.leave(heard))
+                told += world.call(lambda: heard.next_chunk(5))
+            world.call(lambda: world.service.hub.unsubscribe(heard))
             assert looks == [job_id]
             # The ledger catches up only now.
             with serving(sample(redis_url, **settings), worker=True, upkeep=True):
@@ -254,28 +259,28 @@ def test_a_jobs_stream_waits_for_the_ledger_without_asking_it_again_and_again(
 
 def test_those_with_the_same_wish_share_what_is_found_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each event is looked at once for each kind of wish, and not at all for wishes that none of them can be."""
-    asked: list[Wish] = []
-    wants = Wish.wants
+    asked: list[StreamFilter] = []
+    wants = StreamFilter.matches
 
-    def counted(self: Wish, told: Any) -> bool:
+    def counted(self: StreamFilter, told: Any) -> bool:
         asked.append(self)
         return wants(self, told)
 
-    monkeypatch.setattr(Wish, "wants", counted)
-    mine, others = Wish(None), [Wish(frozenset({f"tenant-{number}"})) for number in range(50)]
-    typed = [Wish(None, types=frozenset({f"task.t{number}"})) for number in range(50)]
-    listeners = [Listener(wish, lambda: None) for wish in [mine] * 50 + others + typed]
+    monkeypatch.setattr(StreamFilter, "matches", counted)
+    mine, others = StreamFilter(None), [StreamFilter(frozenset({f"tenant-{number}"})) for number in range(50)]
+    typed = [StreamFilter(None, types=frozenset({f"task.t{number}"})) for number in range(50)]
+    listeners = [StreamSubscriber(wish, lambda: None) for wish in [mine] * 50 + others + typed]
 
     async def tell() -> bytes:
-        hub = Hub(world.service.offices.engine)
+        hub = EventHub(world.service.operations.engine)
         for listener in listeners:
-            await hub.join(listener, None)
+            await hub.subscribe(listener, None)
         await asyncio.to_thread(_submit, client)
         told = b""
         while b"task.created" not in told:
-            told += await listeners[0].take(5)
+            told += await listeners[0].next_chunk(5)
         for listener in listeners:
-            await hub.leave(listener)
+            await hub.unsubscribe(listener)
         return told
 
     client = world.client()
@@ -288,18 +293,18 @@ def test_who_comes_while_the_last_one_leaves_is_told(world: World) -> None:
     _submit(world.client())
 
     async def meet() -> bytes:
-        hub = Hub(world.service.offices.engine)
-        first, second = (Listener(Wish(None), lambda: None) for _ in range(2))
-        await hub.join(first, None)
+        hub = EventHub(world.service.operations.engine)
+        first, second = (StreamSubscriber(StreamFilter(None), lambda: None) for _ in range(2))
+        await hub.subscribe(first, None)
         # As if the tail had only just been started.
         hub._begun.clear()
-        coming = asyncio.create_task(hub.join(second, None))
+        coming = asyncio.create_task(hub.subscribe(second, None))
         await asyncio.sleep(0)
-        await hub.leave(first)
+        await hub.unsubscribe(first)
         try:
             await asyncio.wait_for(coming, 5)
-            return await second.take(5)
+            return await second.next_chunk(5)
         finally:
-            await hub.leave(second)
+            await hub.unsubscribe(second)
 
     assert b"event: ready" in world.call(meet)

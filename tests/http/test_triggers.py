@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from tests.http.world import World, leave_a_trigger
 
 PATH = "/api/v1/triggers"
@@ -122,7 +122,7 @@ def test_executions_of_ones_own_tenants(furnished: World) -> None:
 
 
 def test_a_process_that_has_gone_is_not_there(furnished: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    office = furnished.service.offices.triggering
+    office = furnished.service.operations.triggers
     now_ms = office._clock.now_ms()
     monkeypatch.setattr(office._clock, "now_ms", lambda: now_ms + 60_000)
     (trigger,) = furnished.client().get(PATH).json()["triggers"]

@@ -13,16 +13,16 @@ import httpx
 from fastapi import FastAPI
 
 from holdfast import Context, Fatal, Holdfast, Retry
-from holdfast.core.person import Person, Role
+from holdfast.core.principal import Principal, Role
 from holdfast.http import create_api
 from holdfast.http.server import HttpServer, bind
 from holdfast.http.service import Service
-from holdfast.ledger.trigger_book import Execution, Presence, Status
+from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat
 
 T = TypeVar("T")
 
 PATIENCE_S: Final = 60.0
-ROOT: Final = Person(name="root", role=Role.ADMIN, tenants=frozenset({"*"}))
+ROOT: Final = Principal(name="root", role=Role.ADMIN, tenants=frozenset({"*"}))
 
 
 def sample(url: str, **settings: Any) -> Holdfast:
@@ -75,7 +75,7 @@ class World:
         """A person's token, made once."""
         key = (name, role, tenants)
         if key not in self._tokens:
-            office = self.service.offices.tokens
+            office = self.service.operations.tokens
             _, self._tokens[key] = self.call(lambda: office.create(ROOT, name=name, role=role, tenants=list(tenants)))
         return self._tokens[key]
 
@@ -96,14 +96,14 @@ class World:
 
 async def leave_a_trigger(service: Service, name: str = "publish") -> None:
     """A process that has just told of its trigger, and what it did with messages of two tenants."""
-    ledger = service.offices.ledger
+    ledger = service.operations.ledger
     assert ledger is not None
     health = {"status": "healthy", "running": True, "adapter_healthy": True, "active_workers": 4, "paused": False}
     now_ms = time.time_ns() // 1_000_000
-    presence = Presence(
+    presence = TriggerHeartbeat(
         name=name, process="host-1-4711", queue_name="orders", adapter="kafka", health=health, seen_at_ms=now_ms
     )
-    await ledger.triggers.report([presence], forget_after_ms=60_000)
+    await ledger.triggers.heartbeat([presence], forget_after_ms=60_000)
     rows = [
         Execution(
             tenant_id=tenant,
@@ -117,9 +117,9 @@ async def leave_a_trigger(service: Service, name: str = "publish") -> None:
             agent_run_id="job-1",
             trace_id="queue-orders/0/17",
         )
-        for tenant, status in (("default", Status.SUCCESS), ("acme", Status.DUPLICATE))
+        for tenant, status in (("default", ExecutionStatus.SUCCESS), ("acme", ExecutionStatus.DUPLICATE))
     ]
-    await ledger.triggers.record(rows)
+    await ledger.triggers.record_executions(rows)
 
 
 @contextmanager

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.embedded import EmbeddedLedger
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
-from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
-from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
+from holdfast.sqlite.connection import DatabaseFile
 
 AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger
 
@@ -27,9 +26,11 @@ async def any_ledger(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
         case "postgres":
             ledger = PostgresLedger(PostgresStore(request.getfixturevalue("postgres_url")))
         case "sqlite":
-            ledger = SqliteLedger(SqliteStore(Place(str(tmp_path / "ledger.db")), prepare_ledger), SystemClock())
+            ledger = SqliteLedger(
+                SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare_ledger), SystemClock()
+            )
         case _:
-            ledger = EmbeddedLedger(Place(str(tmp_path / "holdfast.db")), SystemClock())
+            ledger = EmbeddedLedger(DatabaseFile(str(tmp_path / "holdfast.db")), SystemClock())
     await ledger.store.open()
     yield ledger
     await ledger.close()

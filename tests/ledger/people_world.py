@@ -8,10 +8,10 @@ from typing import Any
 
 from sqlalchemy import Executable, Table, insert, select
 
-from holdfast.ledger import schema
-from holdfast.ledger.acts.people import SqlPeople
-from holdfast.ledger.acts.steps import Act
-from holdfast.ledger.embedded import EmbeddedLedger
+from holdfast import schema
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
+from holdfast.ledger.transactions.base import SqlTransaction
+from holdfast.ledger.transactions.operators import SqlOperatorStore
 from tests.ledger.conftest import AnyLedger
 
 NOW = datetime.now(UTC).replace(microsecond=0)
@@ -22,7 +22,7 @@ def minutes(number: float) -> datetime:
     return NOW - timedelta(minutes=number)
 
 
-def _doing(*statements: Executable) -> Act[list[Any]]:
+def _doing(*statements: Executable) -> SqlTransaction[list[Any]]:
     rows: list[Any] = []
     for statement in statements:
         rows = yield statement
@@ -31,8 +31,8 @@ def _doing(*statements: Executable) -> Act[list[Any]]:
 
 async def run(ledger: AnyLedger, *statements: Executable) -> list[Any]:
     """In one transaction; the rows of the last."""
-    people = ledger.people
-    assert isinstance(people, SqlPeople)
+    people = ledger.operators
+    assert isinstance(people, SqlOperatorStore)
     return await people._run(_doing(*statements))
 
 

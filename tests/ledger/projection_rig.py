@@ -10,17 +10,16 @@ import msgspec
 from sqlalchemy import text
 
 from holdfast.clock import SystemClock
-from holdfast.core.history import Story
+from holdfast.core.history import JobHistory
 from holdfast.core.job import Event
 from holdfast.core.states import State, event_for
-from holdfast.engine.port import FeedEntry
-from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.port import Ledger, Position
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.ledger.port.ledger import FeedPosition, Ledger
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore, StoreOptions
-from holdfast.ledger.sqlite.files import prepare_ledger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
-from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
+from holdfast.sqlite.connection import DatabaseFile
 
 QUEUE = "default"
 LEASE_MS = 5_000
@@ -30,7 +29,9 @@ _S = State
 def open_ledger(url: str, **options: Any) -> Ledger:
     """A ledger with a store of its own, without a guard."""
     if url.startswith("sqlite:///"):
-        return SqliteLedger(SqliteStore(Place(url.removeprefix("sqlite:///")), prepare_ledger), SystemClock())
+        return SqliteLedger(
+            SqliteLedgerStore(DatabaseFile(url.removeprefix("sqlite:///")), prepare_ledger), SystemClock()
+        )
     return PostgresLedger(PostgresStore(url, StoreOptions(**options)))
 
 
@@ -99,7 +100,7 @@ class Scribe:
         self.projection = ledger.projection
         self.ledger = ledger
         self.queue = queue
-        self.at = Position()
+        self.at = FeedPosition()
 
     async def write(self, *entries: FeedEntry) -> Any:
         done = await self.projection.project(self.queue, "me", LEASE_MS, self.at, entries)
@@ -109,7 +110,7 @@ class Scribe:
 
 async def rows(ledger: Ledger, statement: str, **values: Any) -> list[dict[str, Any]]:
     """Straight from the tables."""
-    engine = ledger.store.readers  # type: ignore[attr-defined]
+    engine = ledger.store.read_engine  # type: ignore[attr-defined]
     async with engine.connect() as connection:
         found = await connection.execute(text(statement), values)
         return [dict(row._mapping) for row in found]
@@ -127,13 +128,13 @@ async def story(ledger: Ledger, job_id: str) -> list[str]:
     return [row["type"] for row in found]
 
 
-def check_rows(found: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], Story]:
+def check_rows(found: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], JobHistory]:
     """Every job's rows hold against the state table, seq by seq."""
-    stories: dict[tuple[str, str, str], Story] = {}
+    stories: dict[tuple[str, str, str], JobHistory] = {}
     faults: list[str] = []
     for row in found:
         key = (row["tenant_id"], row["queue"], row["job_id"])
-        told = stories.setdefault(key, Story(row["job_id"]))
+        told = stories.setdefault(key, JobHistory(row["job_id"]))
         event = Event(
             type=row["type"],
             job_id=row["job_id"],
@@ -143,7 +144,7 @@ def check_rows(found: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], St
             attempt=row["attempt"],
             retry_count=row["retry_count"],
         )
-        faults += told.read(event, row["seq"])
+        faults += told.add(event, row["seq"])
     assert not faults, faults[:5]
     return stories
 

@@ -12,11 +12,11 @@ from holdfast.clock import SystemClock
 from holdfast.core.job import Claim, Envelope, Failure, new_job_ids
 from holdfast.core.states import FINAL, State
 from holdfast.core.verdict import DeadLetter, RetryLater, Settlement, Succeed, Verdict
-from holdfast.engine.factory import build_engine
 from holdfast.engine.port import Engine
-from holdfast.ledger.port import Ledger, Position
+from holdfast.factory import build_engine
+from holdfast.ledger.intake_recovery import reopen_intake
+from holdfast.ledger.port.ledger import FeedPosition, Ledger
 from holdfast.settings import Settings
-from holdfast.upkeep.admission import admit
 from holdfast.upkeep.projector import Projector
 from tests.ledger.projection_rig import QUEUE, check_ledger, open_ledger, rows
 
@@ -63,7 +63,7 @@ class World:
     # The engine's side -----------------------------------------------------------------------------
 
     async def admit(self, queue: str = QUEUE) -> None:
-        await admit(self.engine, self.ledger, queue)
+        await reopen_intake(self.engine, self.ledger, queue)
 
     async def submit(self, count: int, queue: str = QUEUE, **more: Any) -> list[str]:
         ids = new_job_ids(count)
@@ -96,7 +96,7 @@ class World:
 
     def projector(self, engine: Engine | None = None, ledger: Ledger | None = None, **options: Any) -> Projector:
         """On connections of its own, unless given some."""
-        engine, ledger = engine or self.engine.sibling(), ledger or open_ledger(self.ledger_url, **self._options)
+        engine, ledger = engine or self.engine.clone(), ledger or open_ledger(self.ledger_url, **self._options)
         self._opened += [engine, ledger]
         options = {"linger_s": 0.001, "round_s": 0.1, "lease_ms": 300} | options
         return Projector(engine, ledger, **options)
@@ -114,9 +114,9 @@ class World:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def end(self, queue: str = QUEUE) -> Position:
-        cut = await self.engine.survey(queue, [])
-        return Position(cut.position, cut.nonce)
+    async def end(self, queue: str = QUEUE) -> FeedPosition:
+        cut = await self.engine.snapshot(queue, [])
+        return FeedPosition(cut.position, cut.nonce)
 
     async def caught_up(self, queue: str = QUEUE) -> bool:
         assert self.ledger.projection is not None
@@ -129,7 +129,9 @@ class World:
 
         async def quiet() -> bool:
             return (
-                await self.caught_up(queue) and not await projection.unacked(queue, 1) and await self.caught_up(queue)
+                await self.caught_up(queue)
+                and not await projection.unacked_dead_letters(queue, 1)
+                and await self.caught_up(queue)
             )
 
         await until(quiet, "the ledger has caught up")

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from holdfast.core.job import Event, JobView
+from holdfast.core.job import Event, JobInfo, JobKey
 from holdfast.core.states import FINAL, FORKED_EVENT, MOVES, RESTORED_EVENT, State, event_for
-from holdfast.engine.port import EngineOptions, FeedEntry, Survey
-from holdfast.ledger.port import JobKey, OpenJob, Position
+from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
+from holdfast.engine.port.jobs import EngineOptions
+from holdfast.ledger.port.ledger import FeedPosition, OpenJob
 
 QUEUE: Final = "default"
 TTL_MS: Final = 1_000
@@ -35,7 +36,7 @@ class Memory:
 class Projector:
     """Reads and writes in two steps; anything may happen between them."""
 
-    old: Position | None = None
+    old: FeedPosition | None = None
     batch: list[FeedEntry] = field(default_factory=list)
 
 
@@ -48,7 +49,7 @@ class World:
         self.busy = busy
         self.memory = Memory()
         self.older: Memory | None = None
-        self.position = Position()
+        self.position = FeedPosition()
         self.written: set[tuple[str, str]] = set()
         self.stories: dict[str, list[Event]] = {}
         self.states: dict[str, State] = {}
@@ -145,7 +146,7 @@ class World:
         # Forked: from the start, without what is there already.
         found = feed[places.index(here) + 1 :] if here in places else feed
         projector.old, projector.batch = self.position, found[: self.random.randrange(1, 6)]
-        if here not in places and not feed and self.position != Position():
+        if here not in places and not feed and self.position != FeedPosition():
             projector.batch = [FeedEntry("", "", [])]
         elif not projector.batch:
             projector.old = None
@@ -160,7 +161,7 @@ class World:
                 self.written.add((entry.position, entry.nonce))
                 for event in entry.events:
                     self._record(event)
-            self.position = Position(entry.position, entry.nonce)
+            self.position = FeedPosition(entry.position, entry.nonce)
 
     def _record(self, event: Event) -> None:
         story, state = self.stories.setdefault(event.job_id, []), self.states.get(event.job_id)
@@ -222,32 +223,32 @@ class WorldEngine:
     async def queues(self) -> list[str]:
         return [QUEUE]
 
-    async def reach(self, queues: Sequence[str], step: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def for_each_queue(self, queues: Sequence[str], step: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return {queue: await step(queue) for queue in queues}, {}
 
-    async def incarnation(self, queue: str) -> str:
+    async def epoch(self, queue: str) -> str:
         return ""
 
-    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
         self._world.chance()
 
-    async def remember_keys(self, queue: str, keys: Sequence[Any]) -> None:
+    async def restore_keys(self, queue: str, keys: Sequence[Any]) -> None:
         self._world.chance()
 
-    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+    async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
         self._world.chance()
         return [entry for entry in self._world.memory.feed if entry.position >= start][:limit]
 
-    async def survey(self, queue: str, job_ids: Sequence[str]) -> Survey:
+    async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
         self._world.chance()
         feed, jobs = self._world.memory.feed, self._world.memory.jobs
         unknown = [job_id for job_id in job_ids if job_id not in jobs]
         last = feed[-1] if feed else FeedEntry("", "", [])
-        cut = Survey(unknown, last.position, last.nonce, self._world.now_ms)
+        cut = EngineSnapshot(unknown, last.position, last.nonce, self._world.now_ms)
         self._world.chance()
         return cut
 
-    async def restore(self, queue: str, cut: Survey, jobs: Sequence[JobView]) -> list[bool]:
+    async def restore(self, queue: str, cut: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
         world = self._world
         world.chance()
         places = [(entry.position, entry.nonce) for entry in world.memory.feed]
@@ -279,11 +280,11 @@ class WorldLedger:
     async def queues(self) -> list[str]:
         return [QUEUE]
 
-    async def position(self, queue: str) -> Position:
+    async def position(self, queue: str) -> FeedPosition:
         self._world.chance()
         return self._world.position
 
-    async def wait_moved(self, queue: str, than: Position, wait_ms: int) -> Position:
+    async def wait_position_change(self, queue: str, than: FeedPosition, wait_ms: int) -> FeedPosition:
         for _ in range(20):
             if self._world.position != than:
                 break
@@ -292,7 +293,7 @@ class WorldLedger:
             self._world.now_ms += wait_ms
         return self._world.position
 
-    async def written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
+    async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
         self._world.chance()
         return {entry.position for entry in entries if (entry.position, entry.nonce) in self._world.written}
 
@@ -308,7 +309,7 @@ class WorldLedger:
         self._world.chance()
         return found
 
-    async def stories(self, keys: Sequence[JobKey]) -> dict[JobKey, list[Event]]:
+    async def histories(self, keys: Sequence[JobKey]) -> dict[JobKey, list[Event]]:
         self._world.chance()
         return {key: list(self._world.stories[key.job_id]) for key in keys}
 

@@ -11,9 +11,10 @@ import msgspec
 from sqlalchemy import event, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from holdfast.core.job import JobKey
 from holdfast.core.states import FINAL, State, event_for
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.schema import dlq_items, job_events, jobs, metadata
+from holdfast.schema import dlq_items, job_events, jobs
+from holdfast.schema.columns import metadata
 
 START = datetime(2026, 11, 15, 14, 0, tzinfo=UTC)
 S = State

@@ -13,10 +13,10 @@ import pytest
 import redis.asyncio
 
 from holdfast import Holdfast
-from holdfast.chaos.servers import free_port
 from holdfast.core.states import State
 from holdfast.errors import InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
-from holdfast.ledger.listing import JobFilter
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.verification.chaos.servers import free_port
 from holdfast.worker.worker import Worker
 from tests.conftest import MakePostgres
 from tests.worker.support import eventually
@@ -50,7 +50,7 @@ async def test_the_ledger_has_what_has_happened(redis_url: str, ledger_url: str,
     async with app, working(app):
         jobs = [await app.tasks["add"].submit(1, number) for number in range(20)]
         assert [await job.result(timeout=60) for job in jobs] == list(range(1, 21))
-        await app.ledger.caught_up(timeout=20)
+        await app.ledger.wait_caught_up(timeout=20)
         page = await app.ledger.queries.jobs(limit=50)
         assert {row.job_id for row in page.jobs} == {job.id for job in jobs}
         assert {row.state for row in page.jobs} == {State.SUCCEEDED}
@@ -61,7 +61,7 @@ async def test_embedded_the_ledger_is_never_behind(tmp_path_url: str) -> None:
     async with app, working(app):
         job = await app.tasks["add"].submit(1, 2)
         assert await job.result(timeout=60) == 3
-        await app.ledger.caught_up(timeout=0.001)
+        await app.ledger.wait_caught_up(timeout=0.001)
         detail = await app.ledger.queries.job(job.id)
         assert detail.state is State.SUCCEEDED
 
@@ -70,7 +70,7 @@ async def test_without_a_ledger_the_door_says_so(redis_url: str, namespace: str)
     app = make_app(redis_url, None, namespace)
     async with app:
         with pytest.raises(InvalidOption, match=r"no ledger.*HOLDFAST_LEDGER"):
-            await app.ledger.caught_up()
+            await app.ledger.wait_caught_up()
         with pytest.raises(InvalidOption, match="no ledger"):
             _ = app.ledger.queries
 
@@ -84,7 +84,7 @@ async def test_a_ledger_that_is_down_stops_neither_opening_nor_submitting(
             job = await app.tasks["add"].submit(1, 2)
             assert await job.result(timeout=60) == 3
             with pytest.raises(LedgerUnavailable, match="nothing listens there"):
-                await app.ledger.caught_up(timeout=0.3)
+                await app.ledger.wait_caught_up(timeout=0.3)
     assert "going on without the ledger" in caplog.text
     assert "secret" not in caplog.text
 
@@ -97,7 +97,7 @@ async def test_a_ledger_that_comes_back_catches_up(redis_url: str, namespace: st
     async with app, working(app):
         job = await app.tasks["add"].submit(1, 2)
         assert await job.result(timeout=60) == 3
-        waiting = asyncio.create_task(app.ledger.caught_up(timeout=40))
+        waiting = asyncio.create_task(app.ledger.wait_caught_up(timeout=40))
         await asyncio.to_thread(server.start)
         await waiting
         assert (await app.ledger.queries.job(job.id)).state is State.SUCCEEDED
@@ -112,7 +112,7 @@ async def test_a_feed_that_ends_in_an_entry_without_events_is_caught_up_with(
         assert await job.result(timeout=60) == 3
         async with redis.asyncio.from_url(redis_url) as client:
             await client.xadd(app.engine._store.keys("default").feed, {"another": "program"})  # type: ignore[attr-defined]
-        await app.ledger.caught_up(timeout=5)
+        await app.ledger.wait_caught_up(timeout=5)
 
 
 async def test_nobody_projects(redis_url: str, ledger_url: str, namespace: str) -> None:
@@ -120,7 +120,7 @@ async def test_nobody_projects(redis_url: str, ledger_url: str, namespace: str) 
     async with app:
         await app.tasks["add"].submit(1, 2)
         with pytest.raises(LedgerUnavailable, match=r"answers, but has nothing of queue default.*does a worker"):
-            await app.ledger.caught_up(timeout=0.3)
+            await app.ledger.wait_caught_up(timeout=0.3)
 
 
 async def test_a_ledger_without_tables_is_refused(redis_url: str, empty_postgres_url: str, namespace: str) -> None:

@@ -10,11 +10,11 @@ import asyncpg
 import msgspec
 import pytest
 
-from holdfast.core.fingerprint import fingerprint
-from holdfast.core.job import Ask, Event, Failure, Meta
+from holdfast.core.job import ApprovalRequest, Event, Failure, Meta
 from holdfast.core.states import EXPEDITED_EVENT, FORKED_EVENT, State
-from holdfast.engine.sqlite.transaction import Transaction
-from holdfast.ledger.port import Ledger
+from holdfast.core.text import error_fingerprint
+from holdfast.ledger.port.ledger import Ledger
+from holdfast.sqlite.transaction import Transaction
 from tests.ledger.projection_rig import Feed, Scribe, check_ledger, decode, job, open_ledger, rows, story
 
 _S = State
@@ -31,7 +31,7 @@ async def ledger(
         def refuse(*_: Any) -> Any:
             raise ValueError("look it up")
 
-        monkeypatch.setattr("holdfast.ledger.postgres.projection.assume", refuse)
+        monkeypatch.setattr("holdfast.ledger.postgres.projection.fold_optimistic", refuse)
     on_file = request.param == "sqlite"
     made = open_ledger(f"sqlite:///{tmp_path}/ledger.db" if on_file else request.getfixturevalue("postgres_url"))
     await made.open()
@@ -44,15 +44,15 @@ def scribe(ledger: Ledger) -> Scribe:
     return Scribe(ledger)
 
 
-def asking(approval_id: str = "a1", **more: Any) -> Ask:
-    return Ask(approval_id=approval_id, payload_hash="hash", **more)
+def asking(approval_id: str = "a1", **more: Any) -> ApprovalRequest:
+    return ApprovalRequest(approval_id=approval_id, payload_hash="hash", **more)
 
 
-def held(feed: Feed, job_id: str, ask: Ask, **more: Any) -> Event:
+def held(feed: Feed, job_id: str, ask: ApprovalRequest, **more: Any) -> Event:
     return feed.created(job_id, hold=True, meta=msgspec.json.encode(Meta(ask=ask)).decode(), **more)
 
 
-def asks_again(feed: Feed, job_id: str, ask: Ask, attempt: int = 1) -> Event:
+def asks_again(feed: Feed, job_id: str, ask: ApprovalRequest, attempt: int = 1) -> Event:
     data = {"message": "may I?", "ask": msgspec.to_builtins(ask)}
     return feed.event(job_id, _S.RUNNING, _S.WAITING_APPROVAL, attempt, worker="w1", data=data)
 
@@ -98,7 +98,7 @@ async def test_a_running_job_asks_and_the_question_outlives_the_batch(ledger: Le
     await scribe.write(feed.entry(asks_again(feed, "j1", asking(name="ship?"))))
     row = (await approvals(ledger))["a1"]
     assert (row["name"], row["status"]) == ("ship?", "requested")
-    await ledger.people.vote(None, "a1", person="bob", approve=True, reason="")
+    await ledger.operators.vote(None, "a1", person="bob", approve=True, reason="")
     await scribe.write(feed.entry(leaves(feed, "j1", _S.QUEUED, "approval.approved", 1, consent=CONSENT)))
     row = (await approvals(ledger))["a1"]
     # As people left it: the engine's own word for it changes nothing, and upkeep marks it as told.
@@ -128,7 +128,7 @@ async def test_a_job_that_goes_on_closes_its_question(
     row = (await approvals(ledger))["a1"]
     assert (row["status"], row["decided_by"], row["decision_reason"]) == (status, "ann", "because")
     assert row["acked_at"] is not None
-    assert await ledger.people.undelivered_approvals(10) == []
+    assert await ledger.operators.undelivered_approvals(10) == []
 
 
 async def test_a_second_question_leaves_the_first_behind(ledger: Ledger, scribe: Scribe) -> None:
@@ -189,7 +189,7 @@ async def test_what_people_did_is_in_the_log_and_not_in_the_story(ledger: Ledger
     await scribe.write(feed.entry(cancelled, deed(feed), deed(feed, "pause", "", target="queue", target_id="default")))
     assert await story(ledger, "j1") == ["task.created", "task.cancelled"]
     assert (await job(ledger, "j1"))["last_seq"] == 2
-    lines = {line.type: line for line in (await ledger.queries.operator_log()).lines}
+    lines = {line.type: line for line in (await ledger.queries.audit_log()).entries}
     line = lines["operator.cancel"]
     assert (line.actor, line.reason, line.target, line.target_id, line.queue) == ("ann", "why", "job", "j1", "default")
     assert line.before is not None
@@ -295,22 +295,22 @@ async def test_letters_of_the_same_kind_have_the_same_fingerprint(ledger: Ledger
     await scribe.write(feed.entry(*(feed.created(name) for name in ("j1", "j2")), *map(feed.claimed, ("j1", "j2"))))
     died = [feed.failed(name, _S.DLQ_PENDING, retries=0, message=f"row {name[1]}") for name in ("j1", "j2")]
     await scribe.write(feed.entry(*died))
-    (group,) = await ledger.queries.letter_groups()
+    (group,) = await ledger.queries.dead_letter_groups()
     assert group.count == 2
-    assert group.fingerprint == fingerprint("add", Failure("TASK_ERROR", "row 1", "ValueError"))
+    assert group.fingerprint == error_fingerprint("add", Failure("TASK_ERROR", "row 1", "ValueError"))
 
 
 async def test_a_letter_that_is_told_again_keeps_its_fate(ledger: Ledger, scribe: Scribe) -> None:
     feed = Feed()
     await scribe.write(feed.entry(feed.created("j1"), feed.claimed("j1")))
     await scribe.write(feed.entry(feed.failed("j1", _S.DLQ_PENDING, retries=0, dlq_id="d1")))
-    await ledger.people.begin_replay(None, "d1", person="ann", reason="", payload=None)
+    await ledger.operators.reserve_replay(None, "d1", person="ann", reason="", payload=None)
     # The engine was wiped, and the job put back: the letter is to be told to it anew.
     again = feed.event("j1", _S.DLQ_PENDING, _S.DLQ_PENDING, 1, type="task.restored")
     await scribe.write(feed.entry(again))
-    (letter,) = (await ledger.queries.letters()).letters
+    (letter,) = (await ledger.queries.dead_letters()).dead_letters
     assert (letter.status, letter.replay_count) == ("replayed", 1)
-    assert len(await ledger.people.unsubmitted_replays(10)) == 1
+    assert len(await ledger.operators.unsubmitted_replays(10)) == 1
 
 
 async def test_batches_without_people_cost_no_statement_more(

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast import Holdfast, Retry
 from holdfast.core.states import State
-from holdfast.ledger.port import Ledger
+from holdfast.ledger.port.ledger import Ledger
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.worker import Worker
 from tests.ledger.projection_rig import QUEUE, check_ledger, rows
@@ -52,27 +52,27 @@ async def test_a_worker_brings_everything_into_the_ledger(app: Holdfast) -> None
         await app.tasks["add"].submit(number, 1)
     for _ in range(3):
         await app.tasks["fail"].submit()
-    assert app.ledger_port is not None
-    await _shows(app.ledger_port, succeeded=20, failed=3)
+    assert app.ledger_backend is not None
+    await _shows(app.ledger_backend, succeeded=20, failed=3)
     assert any(thread.name == "holdfast-projector" for thread in threading.enumerate())
     worker.drain()
     await working
     assert not any(thread.name == "holdfast-projector" for thread in threading.enumerate())
-    told = await check_ledger(app.ledger_port)
+    told = await check_ledger(app.ledger_backend)
     assert set(told.values()) == {State.FAILED, State.SUCCEEDED}
-    (feed,) = await rows(app.ledger_port, "SELECT projector FROM feed_positions")
+    (feed,) = await rows(app.ledger_backend, "SELECT projector FROM feed_positions")
     assert feed["projector"] is None
 
 
 async def test_upkeep_projects_for_workers_that_do_not(app: Holdfast) -> None:
     await app.open()
-    assert app.ledger_port is not None
-    keeper = Upkeep(app.engine, [], app.settings, app.ledger_port)
+    assert app.ledger_backend is not None
+    keeper = Upkeep(app.engine, [], app.settings, app.ledger_backend)
     keeping = asyncio.create_task(keeper.run())
     worker = Worker(app, queues=[QUEUE], upkeep=False)
     working = asyncio.create_task(worker.run())
     await app.tasks["add"].submit(1, 2)
-    await _shows(app.ledger_port, succeeded=1)
+    await _shows(app.ledger_backend, succeeded=1)
     worker.drain()
     await working
     keeper.stop()

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 
-from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.sqlite.files import prepare_ledger
-from holdfast.ledger.sqlite.reading import connect
-from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, connect, prepare_ledger
+from holdfast.sqlite.connection import DatabaseFile
 
 
 class Hold:
@@ -36,22 +34,22 @@ class Hold:
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
-    store = SqliteStore(Place(str(tmp_path / "ledger.db")), prepare_ledger)
+async def store(tmp_path: Path) -> AsyncIterator[SqliteLedgerStore]:
+    store = SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare_ledger)
     await store.open()
     yield store
     await store.close()
 
 
-async def ask(store: SqliteStore) -> Any:
-    async with store.readers.connect() as connection:
+async def ask(store: SqliteLedgerStore) -> Any:
+    async with store.read_engine.connect() as connection:
         return await connection.scalar(text("SELECT hold()"))
 
 
 @pytest.mark.parametrize("turns", range(10))
-async def test_a_process_can_end_in_the_middle_of_a_long_query(store: SqliteStore, turns: int) -> None:
+async def test_a_process_can_end_in_the_middle_of_a_long_query(store: SqliteLedgerStore, turns: int) -> None:
     hold = Hold()
-    event.listen(store.readers.sync_engine, "connect", lambda opened, _: opened.create_function("hold", 0, hold))
+    event.listen(store.read_engine.sync_engine, "connect", lambda opened, _: opened.create_function("hold", 0, hold))
     asking = asyncio.create_task(ask(store))
     await hold.begun()
     asking.cancel()

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.ledger.diagnosis import of_outbox
-from holdfast.ledger.outbox_store import Backlog
+from holdfast.ledger.checks import outbox_findings
+from holdfast.ledger.port.messages import OutboxBacklog
 from tests.ledger.conftest import AnyLedger
 
 NOW_MS = 1_800_000_000_000
 
 
 def test_an_empty_outbox_is_not_worth_a_word() -> None:
-    assert of_outbox(Backlog(0, 0, None), NOW_MS) == []
+    assert outbox_findings(OutboxBacklog(0, 0, None), NOW_MS) == []
 
 
 @pytest.mark.parametrize(
     ("age_ms", "said", "fine"), [(5_000, "5 s", True), (660_000, "11 min", False), (10_800_000, "3 h", False)]
 )
 def test_what_waits_for_long_is_a_warning(age_ms: int, said: str, fine: bool) -> None:
-    (found,) = of_outbox(Backlog(7, 0, NOW_MS - age_ms), NOW_MS)
+    (found,) = outbox_findings(OutboxBacklog(7, 0, NOW_MS - age_ms), NOW_MS)
     assert found.message == f"7 events wait to be published, the oldest for {said}"
     assert (found.ok, found.warning, bool(found.advice)) == (fine, not fine, not fine)
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
-from holdfast.core.job import Envelope, Receipt, new_job_ids
-from holdfast.engine.port import EngineOptions, KnownKey
-from holdfast.errors import FeedUnread, InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.port import Position
-from holdfast.submitter import Submitter
-from holdfast.upkeep.admission import Patience
+from holdfast.client.submitter import BatchingSubmitter
+from holdfast.core.job import Envelope, JobKey, Receipt, new_job_ids
+from holdfast.engine.port.feed import SubmissionKey
+from holdfast.engine.port.jobs import EngineOptions
+from holdfast.errors import FeedDetached, InvalidOption, LedgerUnavailable, NotDurableYet, SchemaMismatch
+from holdfast.ledger.intake_recovery import LedgerProbe
+from holdfast.ledger.port.ledger import FeedPosition
 from tests.worker.support import eventually, working
 
 
@@ -29,28 +29,28 @@ class Engine:
         self.options = EngineOptions(ledger=True)
         self.readers: set[str] = {"default"} if read else set()
         self.calls = 0
-        self.keys: list[KnownKey] = []
+        self.keys: list[SubmissionKey] = []
         self.first: dict[str, str] = {}
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         self.calls += 1
         for envelope in envelopes:
             if envelope.queue not in self.readers:
-                raise FeedUnread(envelope.queue, "nobody reads")
+                raise FeedDetached(envelope.queue, "nobody reads")
         receipts = []
         for envelope in envelopes:
             first = self.first.setdefault(envelope.idempotency_key or envelope.job_id, envelope.job_id)
             receipts.append(Receipt(first, first != envelope.job_id))
         return receipts
 
-    async def incarnation(self, queue: str) -> str:
+    async def epoch(self, queue: str) -> str:
         return "first"
 
-    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
         await asyncio.sleep(0)
         self.readers.add(queue)
 
-    async def remember_keys(self, queue: str, keys: Sequence[KnownKey]) -> None:
+    async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         assert queue not in self.readers, "keys come before intake opens"
         self.keys += keys
 
@@ -65,9 +65,9 @@ class Ledger:
         self.everything = True
         self.down = 0
         self.asked: list[int] = []
-        self.known: list[KnownKey] = []
+        self.known: list[SubmissionKey] = []
 
-    async def wait_present(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
+    async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
         self.asked.append(len(keys))
         self._answer()
         found = set(keys) if self.everything else self.has & set(keys)
@@ -79,10 +79,10 @@ class Ledger:
         self._answer()
         return ["default"]
 
-    async def position(self, queue: str) -> Position:
-        return Position()
+    async def position(self, queue: str) -> FeedPosition:
+        return FeedPosition()
 
-    async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[KnownKey]]:
+    async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[SubmissionKey]]:
         for start in range(0, len(self.known), 2):
             yield self.known[start : start + 2]
 
@@ -92,8 +92,8 @@ class Ledger:
             raise LedgerUnavailable("gone fishing")
 
 
-def desk(engine: Engine, ledger: Ledger | None, timeout_s: float = 5.0) -> Submitter:
-    return Submitter(engine, ledger, durable_timeout_s=timeout_s)  # type: ignore[arg-type]
+def desk(engine: Engine, ledger: Ledger | None, timeout_s: float = 5.0) -> BatchingSubmitter:
+    return BatchingSubmitter(engine, ledger, durable_timeout_s=timeout_s)  # type: ignore[arg-type]
 
 
 def envelope(**fields: Any) -> Envelope:
@@ -168,7 +168,7 @@ async def test_without_a_ledger_it_is_a_wrong_call() -> None:
 
 async def test_an_engine_without_a_memory_gets_its_keys_before_it_takes_jobs() -> None:
     engine, ledger = Engine(read=False), Ledger()
-    ledger.known = [KnownKey("default", f"k{number}", f"j{number}", 10**15) for number in range(5)]
+    ledger.known = [SubmissionKey("default", f"k{number}", f"j{number}", 10**15) for number in range(5)]
     submitter = desk(engine, ledger)
     await asyncio.gather(*(submitter.submit(envelope(durable=False)) for _ in range(10)))
     assert engine.keys == ledger.known, "once for all callers"
@@ -185,8 +185,8 @@ async def test_a_ledger_that_is_down_does_not_stop_intake(caplog: pytest.LogCapt
 
 async def test_a_ledger_that_is_silent_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ledger = Engine(read=False), Ledger()
-    submitter = Submitter(engine, ledger)  # type: ignore[arg-type]
-    submitter._patience = Patience(answer_s=0.2, silent_s=60)
+    submitter = BatchingSubmitter(engine, ledger)  # type: ignore[arg-type]
+    submitter._ledger_probe = LedgerProbe(answer_s=0.2, silent_s=60)
     asked: list[float] = []
 
     async def queues() -> list[str]:
@@ -204,11 +204,11 @@ async def test_a_ledger_that_is_silent_is_waited_for_once(monkeypatch: pytest.Mo
 
 async def test_a_refill_that_takes_long_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ledger = Engine(read=False), Ledger()
-    submitter = Submitter(engine, ledger)  # type: ignore[arg-type]
-    submitter._patience = Patience(answer_s=0.1)
-    known = [KnownKey("default", f"key-{number}", f"job-{number}", 1) for number in range(4)]
+    submitter = BatchingSubmitter(engine, ledger)  # type: ignore[arg-type]
+    submitter._ledger_probe = LedgerProbe(answer_s=0.1)
+    known = [SubmissionKey("default", f"key-{number}", f"job-{number}", 1) for number in range(4)]
 
-    async def submission_keys(queue: str, window_ms: int, limit: int) -> AsyncIterator[list[KnownKey]]:
+    async def submission_keys(queue: str, window_ms: int, limit: int) -> AsyncIterator[list[SubmissionKey]]:
         for key in known:
             await asyncio.sleep(0.1)
             yield [key]
@@ -228,7 +228,7 @@ async def test_a_ledger_that_is_wrong_does_not_stop_intake(
         raise error
 
     monkeypatch.setattr(ledger, "queues", queues)
-    submitter = Submitter(engine, ledger)  # type: ignore[arg-type]
+    submitter = BatchingSubmitter(engine, ledger)  # type: ignore[arg-type]
     await submitter.submit(Envelope(job_id=new_job_ids(1)[0], task="t", payload=b"[]"))
     assert "cannot be asked for its idempotency keys" in caplog.text
 
@@ -236,7 +236,7 @@ async def test_a_ledger_that_is_wrong_does_not_stop_intake(
 async def test_who_waits_when_it_is_closed_knows_that_the_job_is_accepted() -> None:
     engine, ledger = Engine(), Ledger()
     ledger.everything = False
-    submitter = Submitter(engine, ledger, durable_timeout_s=60)  # type: ignore[arg-type]
+    submitter = BatchingSubmitter(engine, ledger, durable_timeout_s=60)  # type: ignore[arg-type]
     first, second = (Envelope(job_id=job_id, task="t", payload=b"[]", durable=True) for job_id in new_job_ids(2))
     one, many = asyncio.create_task(submitter.submit(first)), asyncio.create_task(submitter.submit_many([second]))
     await eventually(lambda: len(ledger.asked) == 2)
@@ -254,8 +254,8 @@ async def test_a_store_that_forgets_again_and_again_is_given_up(monkeypatch: pyt
     async def forget(queue: str, incarnation: str, *, reminded: bool) -> None:
         engine.readers.clear()
 
-    monkeypatch.setattr(engine, "register_reader", forget)
-    with pytest.raises(FeedUnread):
+    monkeypatch.setattr(engine, "attach_reader", forget)
+    with pytest.raises(FeedDetached):
         await desk(engine, Ledger()).submit(envelope(durable=False))
 
 
@@ -287,14 +287,14 @@ async def test_a_durable_submission_is_in_the_ledger_when_it_returns(
         return number
 
     async with app, working(app):
-        ledger = app.ledger_port
+        ledger = app.ledger_backend
         assert ledger is not None
         assert ledger.projection is not None
         jobs = [await work.options(durable=True, idempotency_key="k").submit(number) for number in range(2)]
         assert [job.duplicate for job in jobs] == [False, True]
         jobs += await work.options(durable=True).submit_many([(number,) for number in range(600)])
         keys = {JobKey("default", job.queue, job.id) for job in jobs}
-        recorded = await ledger.recovery.stories(list(keys))
+        recorded = await ledger.recovery.histories(list(keys))
         assert all(story for story in recorded.values())
         assert len(recorded) == 601
 
@@ -323,11 +323,11 @@ async def test_nobody_brings_it_to_the_ledger(redis_url: str, namespace: str, le
         with pytest.raises(NotDurableYet) as caught:
             await work.options(durable=True).submit()
         key = JobKey("default", "default", caught.value.job_id)
-        ledger = app.ledger_port
+        ledger = app.ledger_backend
         assert ledger is not None
         async with working(app):
 
             async def there() -> Any:
-                return (await ledger.recovery.stories([key]))[key]
+                return (await ledger.recovery.histories([key]))[key]
 
             await eventually(there, "the job to reach the ledger")

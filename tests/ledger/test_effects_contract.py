@@ -11,32 +11,32 @@ from uuid import uuid4
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.engine.sqlite.connection import prepare_schema
-from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.port import Effects, JobKey, KeyState, Outcome, Reservation, Step
-from holdfast.ledger.postgres.effects import PostgresEffects
+from holdfast.core.job import JobKey
+from holdfast.engine.sqlite.schema import prepare_schema
+from holdfast.ledger.port.effects import EffectOutcome, EffectState, EffectStore, Reservation, Step
+from holdfast.ledger.postgres.effects import PostgresEffectStore
 from holdfast.ledger.postgres.store import PostgresStore
-from holdfast.ledger.sqlite.effects import SqliteEffects
-from holdfast.ledger.sqlite.files import prepare_ledger
-from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.sqlite.effects import SqliteEffectStore
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
+from holdfast.sqlite.connection import DatabaseFile
 from holdfast.testing.effects import MemoryEffects
 
-DONE, DOUBT, RESERVED = KeyState.DONE, KeyState.IN_DOUBT, KeyState.RESERVED
+DONE, DOUBT, RESERVED = EffectState.DONE, EffectState.IN_DOUBT, EffectState.RESERVED
 
 
 @pytest.fixture(params=["postgres", "sqlite", "embedded", "memory"])
-async def effects(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Effects]:
-    store: PostgresStore | SqliteStore
+async def effects(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EffectStore]:
+    store: PostgresStore | SqliteLedgerStore
     if request.param == "memory":
         yield MemoryEffects()
         return
     if request.param == "postgres":
         store = PostgresStore(request.getfixturevalue("postgres_url"))
-        yield PostgresEffects(store)
+        yield PostgresEffectStore(store)
     else:
         prepare = prepare_ledger if request.param == "sqlite" else prepare_schema
-        store = SqliteStore(Place(str(tmp_path / "ledger.db")), prepare)
-        yield SqliteEffects(store, SystemClock())
+        store = SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare)
+        yield SqliteEffectStore(store, SystemClock())
     await store.close()
 
 
@@ -55,14 +55,14 @@ def wish(key: str = "k", **given: Any) -> Reservation:
     return Reservation(**fields | given)
 
 
-def end(wish: Reservation, state: KeyState | None, **given: Any) -> Outcome:
+def end(wish: Reservation, state: EffectState | None, **given: Any) -> EffectOutcome:
     value = b"1" if state is DONE else None
-    return Outcome(
+    return EffectOutcome(
         **{"tenant_id": wish.tenant_id, "key": wish.key, "token": wish.token, "state": state, "value": value} | given
     )
 
 
-async def test_the_first_to_reserve_has_the_key(effects: Effects) -> None:
+async def test_the_first_to_reserve_has_the_key(effects: EffectStore) -> None:
     first, second = wish(job_id="one"), wish(job_id="two", attempt=3, worker="x")
     (held,) = await effects.reserve([first])
     assert (held.state, held.token, held.value, held.reason) == (RESERVED, first.token, None, "")
@@ -75,26 +75,26 @@ async def test_the_first_to_reserve_has_the_key(effects: Effects) -> None:
         "w",
     )
     assert (found.function, found.fingerprint, found.queue) == ("publish", "f", "q")
-    assert await effects.look([("t", "k"), ("other", "k"), ("t", "none")]) == [found, None, None]
+    assert await effects.get([("t", "k"), ("other", "k"), ("t", "none")]) == [found, None, None]
 
 
-async def test_a_wish_that_is_sent_twice_is_one_reservation(effects: Effects) -> None:
+async def test_a_wish_that_is_sent_twice_is_one_reservation(effects: EffectStore) -> None:
     mine = wish()
     assert await effects.reserve([mine]) == await effects.reserve([mine])
 
 
-async def test_a_key_belongs_to_a_tenant(effects: Effects) -> None:
+async def test_a_key_belongs_to_a_tenant(effects: EffectStore) -> None:
     mine, theirs = wish(tenant_id="a"), wish(tenant_id="b")
     assert [held.token for held in await effects.reserve([mine, theirs])] == [mine.token, theirs.token]
 
 
-async def test_a_key_twice_in_one_batch_has_one_winner(effects: Effects) -> None:
+async def test_a_key_twice_in_one_batch_has_one_winner(effects: EffectStore) -> None:
     wishes = [wish(), wish("other"), wish(), wish()]
     answers = await effects.reserve(wishes)
     assert [held.token for held in answers] == [wishes[0].token, wishes[1].token, wishes[0].token, wishes[0].token]
 
 
-async def test_a_thousand_wishes_for_one_key_at_once_have_one_winner(effects: Effects) -> None:
+async def test_a_thousand_wishes_for_one_key_at_once_have_one_winner(effects: EffectStore) -> None:
     batches = [[wish(f"k{key}") for key in range(10)][:: 1 if batch % 2 else -1] for batch in range(100)]
     answers = await asyncio.gather(*map(effects.reserve, batches))
     holders: dict[str, set[str]] = {}
@@ -105,7 +105,7 @@ async def test_a_thousand_wishes_for_one_key_at_once_have_one_winner(effects: Ef
     assert all(len(tokens) == 1 for tokens in holders.values()), holders
 
 
-async def test_done_is_told_to_whoever_comes_later_and_does_not_change(effects: Effects) -> None:
+async def test_done_is_told_to_whoever_comes_later_and_does_not_change(effects: EffectStore) -> None:
     mine = wish()
     await effects.reserve([mine])
     value = '{"größe": 1, "n": 12345678901234567890, "empty": []}'.encode()
@@ -114,10 +114,10 @@ async def test_done_is_told_to_whoever_comes_later_and_does_not_change(effects: 
     assert (held.state, held.value, held.token) == (DONE, value, mine.token)
     # A second copy, or an end that is told late by the same holder, changes nothing.
     assert await effects.conclude([end(mine, DONE), end(mine, DOUBT), end(mine, None)]) == [True, True, True]
-    assert await effects.look([("t", "k")]) == [held]
+    assert await effects.get([("t", "k")]) == [held]
 
 
-async def test_in_doubt_keeps_the_key_and_its_holder_may_resolve_it(effects: Effects) -> None:
+async def test_in_doubt_keeps_the_key_and_its_holder_may_resolve_it(effects: EffectStore) -> None:
     mine = wish()
     await effects.reserve([mine])
     assert await effects.conclude([end(mine, DOUBT, reason="nul \0 and \ud800 half")]) == [True]
@@ -129,25 +129,25 @@ async def test_in_doubt_keeps_the_key_and_its_holder_may_resolve_it(effects: Eff
     assert (held.state, held.value, held.reason) == (DONE, b"1", "")
 
 
-async def test_not_done_frees_the_key(effects: Effects) -> None:
+async def test_not_done_frees_the_key(effects: EffectStore) -> None:
     mine, next_one = wish(), wish()
     await effects.reserve([mine])
     assert await effects.conclude([end(mine, None)]) == [True]
-    assert await effects.look([("t", "k")]) == [None]
+    assert await effects.get([("t", "k")]) == [None]
     # The reply was lost: told again.
     assert await effects.conclude([end(mine, None)]) == [True]
     (held,) = await effects.reserve([next_one])
     assert held.token == next_one.token
     assert await effects.conclude([end(mine, None)]) == [False]
-    assert (await effects.look([("t", "k")]))[0] == held
+    assert (await effects.get([("t", "k")]))[0] == held
 
 
 @pytest.mark.parametrize("state", [RESERVED, DOUBT])
 async def test_a_reservation_is_taken_over_by_its_token_and_its_first_holder_learns_it(
-    effects: Effects, state: KeyState
+    effects: EffectStore, state: EffectState
 ) -> None:
-    lost, other = wish(job_id="lost"), wish(job_id="other", instead_of="another token")
-    heir, late = wish(job_id="heir", instead_of=lost.token), wish(job_id="late", instead_of=lost.token)
+    lost, other = wish(job_id="lost"), wish(job_id="other", replaces_token="another token")
+    heir, late = wish(job_id="heir", replaces_token=lost.token), wish(job_id="late", replaces_token=lost.token)
     await effects.reserve([lost])
     if state is DOUBT:
         await effects.conclude([end(lost, DOUBT, reason="why")])
@@ -158,16 +158,16 @@ async def test_a_reservation_is_taken_over_by_its_token_and_its_first_holder_lea
     assert (answers[1].state, answers[1].job_id, answers[1].reason) == (RESERVED, "heir", "")
     assert await effects.conclude([end(lost, DONE, value=b"2")]) == [False]
     assert await effects.conclude([end(heir, DONE, value=b"3")]) == [True]
-    (held,) = await effects.reserve([wish(instead_of=heir.token)])
+    (held,) = await effects.reserve([wish(replaces_token=heir.token)])
     assert (held.state, held.value) == (DONE, b"3")
 
 
-async def test_an_end_without_a_reservation_is_not_held(effects: Effects) -> None:
+async def test_an_end_without_a_reservation_is_not_held(effects: EffectStore) -> None:
     assert await effects.conclude([end(wish(), DONE), end(wish(), DOUBT)]) == [False, False]
-    assert await effects.look([("t", "k")]) == [None]
+    assert await effects.get([("t", "k")]) == [None]
 
 
-async def test_a_done_key_is_free_after_its_time_and_no_other_is(effects: Effects) -> None:
+async def test_a_done_key_is_free_after_its_time_and_no_other_is(effects: EffectStore) -> None:
     short, long, doubt = wish("short"), wish("long"), wish("doubt")
     await effects.reserve([short, long, doubt])
     await effects.conclude([end(short, DONE, ttl_ms=1), end(long, DONE, ttl_ms=60_000), end(doubt, DOUBT, ttl_ms=1)])
@@ -178,7 +178,7 @@ async def test_a_done_key_is_free_after_its_time_and_no_other_is(effects: Effect
     assert (answers[0].state, answers[0].value) == (RESERVED, None)
 
 
-async def test_steps_come_back_by_position_and_the_first_to_record_wins(effects: Effects) -> None:
+async def test_steps_come_back_by_position_and_the_first_to_record_wins(effects: EffectStore) -> None:
     job, other = JobKey("t", "q", "j"), JobKey("t", "q2", "j")
 
     def step(position: int, name: str, result: bytes, key: JobKey = job, attempt: int = 1) -> Step:
@@ -194,7 +194,7 @@ async def test_steps_come_back_by_position_and_the_first_to_record_wins(effects:
     assert found == [[step(1, "one", b"[]"), first, late[1], twice[0]], [], [late[2]], found[0]]
 
 
-async def test_a_foreign_job_s_odd_id_does_no_harm(effects: Effects) -> None:
+async def test_a_foreign_job_s_odd_id_does_no_harm(effects: EffectStore) -> None:
     odd = JobKey("t", "q", "nul\0half\ud800")
     step = Step(key=odd, position=1, name="s", result=b"1", attempt=1)
     (recorded,) = await effects.record_steps([step])
@@ -203,15 +203,15 @@ async def test_a_foreign_job_s_odd_id_does_no_harm(effects: Effects) -> None:
     assert held.state is RESERVED
 
 
-async def test_batches_that_meet_in_any_order_do_not_lock_each_other_out(effects: Effects) -> None:
+async def test_batches_that_meet_in_any_order_do_not_lock_each_other_out(effects: EffectStore) -> None:
     wishes = [wish(f"k{number}") for number in range(40)]
     await effects.reserve(wishes)
     forth = [end(one, DOUBT) for one in wishes]
-    heirs = [wish(one.key, instead_of=one.token) for one in wishes]
+    heirs = [wish(one.key, replaces_token=one.token) for one in wishes]
     calls = [effects.conclude(forth if number % 2 else forth[::-1]) for number in range(20)]
     takes = [effects.reserve(heirs if number % 2 else heirs[::-1]) for number in range(20)]
     async with asyncio.timeout(20):
         await asyncio.gather(*calls, *takes)
-    assert {held.token for held in await effects.look([("t", one.key) for one in wishes]) if held} == {
+    assert {held.token for held in await effects.get([("t", one.key) for one in wishes]) if held} == {
         heir.token for heir in heirs
     }

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import asyncpg
 import pytest
 
+from holdfast.aio import serve_tcp
 from holdfast.errors import LedgerUnavailable
 from holdfast.ledger.postgres.store import Connection, PostgresStore, StoreOptions
-from holdfast.listening import listening
 
 pytestmark = pytest.mark.postgres
 
@@ -40,7 +40,7 @@ async def without_endings(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
             asking.cancel()
             server_writer.transport.abort()
 
-    async with listening(serve, "127.0.0.1") as port:
+    async with serve_tcp(serve, "127.0.0.1") as port:
         yield url.replace(f":{target.port}/", f":{port}/"), ended
 
 

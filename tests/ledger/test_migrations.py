@@ -15,15 +15,13 @@ import pytest
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from holdfast.chaos.servers import free_port
-from holdfast.engine.sqlite.store import Place
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
 from holdfast.ledger import migrate, revisions
 from holdfast.ledger.postgres.store import PostgresStore
-from holdfast.ledger.schema import metadata
-from holdfast.ledger.sqlite.files import prepare_ledger
-from holdfast.ledger.sqlite.store import SqliteStore
-from holdfast.ledger.version import HEAD, TABLE
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
+from holdfast.schema.columns import HEAD, TABLE, metadata
+from holdfast.sqlite.connection import DatabaseFile
+from holdfast.verification.chaos.servers import free_port
 
 #: Everything that makes two PostgreSQL schemas different, as rows of text.
 _CATALOGUE = {
@@ -68,7 +66,7 @@ async def test_migrated_is_fresh_on_postgres(empty: PostgresStore, empty_postgre
 
 async def test_migrated_is_fresh_in_a_file(tmp_path: Path) -> None:
     await migrate.up(tmp_path / "migrated.db")
-    store = SqliteStore(Place(str(tmp_path / "fresh.db")), prepare_ledger)
+    store = SqliteLedgerStore(DatabaseFile(str(tmp_path / "fresh.db")), prepare_ledger)
     await store.open()
     await store.close()
     migrated, fresh = _schema(tmp_path / "migrated.db"), _schema(tmp_path / "fresh.db")
@@ -78,7 +76,7 @@ async def test_migrated_is_fresh_in_a_file(tmp_path: Path) -> None:
 
 async def test_a_migrated_file_opens(tmp_path: Path) -> None:
     await migrate.up(tmp_path / "ledger.db")
-    store = SqliteStore(Place(str(tmp_path / "ledger.db")), prepare_ledger)
+    store = SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare_ledger)
     await store.open()
     await store.close()
 
@@ -128,7 +126,7 @@ async def test_up_twice_changes_nothing(ledger_store: migrate.Target) -> None:
 
 
 async def test_two_at_once_are_harmless(ledger_store: migrate.Target) -> None:
-    others = [ledger_store.sibling() if isinstance(ledger_store, PostgresStore) else ledger_store for _ in range(4)]
+    others = [ledger_store.clone() if isinstance(ledger_store, PostgresStore) else ledger_store for _ in range(4)]
     changes = await asyncio.gather(*(migrate.up(other) for other in others))
     assert sorted(change.before or "" for change in changes) == ["", HEAD, HEAD, HEAD]
     for other in others:

@@ -11,22 +11,20 @@ import asyncpg
 import msgspec
 import pytest
 
-from holdfast.chaos.servers import PostgresServer
-from holdfast.core.job import Ask, Meta
+from holdfast.core.job import ApprovalRequest, JobKey, Meta
 from holdfast.core.states import State
-from holdfast.engine.port import FeedEntry
-from holdfast.ledger.deeds import ApprovalFilter, LogFilter
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.letters import LetterFilter
-from holdfast.ledger.listing import JobFilter
-from holdfast.ledger.outbox_store import Mark
-from holdfast.ledger.outbox_store import Status as OutboxStatus
-from holdfast.ledger.people import ApprovalStatus
-from holdfast.ledger.port import DeadLetter, KeyState, Outcome, Reservation, Step
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.ledger.port.effects import EffectOutcome, EffectState, Reservation, Step
+from holdfast.ledger.port.ledger import RecordedDeadLetter
+from holdfast.ledger.port.messages import OutboxStatus, PublishResult
+from holdfast.ledger.port.operators import ApprovalStatus
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.retention import PRUNE_JOBS
 from holdfast.ledger.postgres.store import Connection, PostgresStore
-from holdfast.ledger.prefixes import KINDS
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.ledger.queries.operator_filters import ApprovalFilter, AuditFilter, DeadLetterFilter
+from holdfast.ledger.queries.prefixes import KINDS
+from holdfast.verification.chaos.servers import PostgresServer
 from tests.ledger.projection_rig import Feed, Scribe
 
 pytestmark = pytest.mark.postgres
@@ -183,22 +181,22 @@ READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
     "jobs by the beginning of an id": lambda at: at.queries.by_prefix("job", "job-777", None, None, 11),
     "approvals by the beginning of an id": lambda at: at.queries.by_prefix("approval", "a-job-12", ["acme"], None, 11),
     "dead letters by the beginning of an id": lambda at: at.queries.by_prefix("dead letter", "d-job-1", None, "q", 11),
-    "one job's story": lambda at: at.queries.story(KEY),
-    "one job's dead letter": lambda at: at.queries.dead_letter(KEY),
+    "one job's story": lambda at: at.queries.events(KEY),
+    "one job's dead letter": lambda at: at.queries.dead_letter_of(KEY),
     "one job's steps": lambda at: at.queries.steps(KEY),
     "one job's effects": lambda at: at.queries.effects(KEY),
     "open jobs": lambda at: _first(at.recovery.open_jobs("default", 100)),
     "which are still open": lambda at: at.recovery.still_open([KEY, JobKey("acme", "default", "job-50")]),
-    "stories to restore": lambda at: at.recovery.stories([KEY]),
+    "stories to restore": lambda at: at.recovery.histories([KEY]),
     "submission keys": lambda at: _first(at.recovery.submission_keys("default", 3_600_000, 100)),
-    "dead letters to tell of": lambda at: at.projection.unacked("default", 100),
-    "dead letters that are told of": lambda at: at.projection.ack([DeadLetter(KEY, "d-job-777")]),
+    "dead letters to tell of": lambda at: at.projection.unacked_dead_letters("default", 100),
+    "dead letters that are told of": lambda at: at.projection.ack_dead_letters([RecordedDeadLetter(KEY, "d-job-777")]),
     "the position": lambda at: at.projection.position("default"),
-    "taking a feed": lambda at: at.projection.take("default", "me", 1_000),
+    "taking a feed": lambda at: at.projection.acquire("default", "me", 1_000),
     "releasing a feed": lambda at: at.projection.release("default", "me"),
-    "entries after a fork": lambda at: at.projection.written("default", [FeedEntry("00000007-0", "n", [])]),
-    "whether jobs are there": lambda at: at.projection.wait_present([KEY], 1_000),
-    "a key's row": lambda at: at.effects.look([("default", "effect-job-777")]),
+    "entries after a fork": lambda at: at.projection.already_written("default", [FeedEntry("00000007-0", "n", [])]),
+    "whether jobs are there": lambda at: at.projection.wait_recorded([KEY], 1_000),
+    "a key's row": lambda at: at.effects.get([("default", "effect-job-777")]),
     "steps of a job": lambda at: at.effects.steps([KEY]),
     "approvals": lambda at: at.queries.approvals(ApprovalFilter()),
     "open approvals of a tenant": lambda at: at.queries.approvals(
@@ -206,14 +204,16 @@ READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
     ),
     "approvals of a job": lambda at: at.queries.approvals(ApprovalFilter(tenants=["default"], job_id="job-12")),
     "one approval": lambda at: at.queries.approval(None, "a-job-12"),
-    "dead letters": lambda at: at.queries.letters(LetterFilter()),
-    "dead letters by kind": lambda at: at.queries.letters(LetterFilter(tenants=["acme"], fingerprint="f-7", text="e")),
-    "one dead letter": lambda at: at.queries.letter(None, "d-job-1000"),
-    "the operators' log": lambda at: at.queries.operator_log(LogFilter(actor="bob")),
-    "approvals to tell of": lambda at: at.people.undelivered_approvals(10),
-    "approvals that nobody answered": lambda at: at.people.expire(10),
-    "replays to hand in": lambda at: at.people.unsubmitted_replays(10),
-    "lanes of the outbox": lambda at: at.outbox.take_lanes("me", ["kafka"], 64, 60_000),
+    "dead letters": lambda at: at.queries.dead_letters(DeadLetterFilter()),
+    "dead letters by kind": lambda at: at.queries.dead_letters(
+        DeadLetterFilter(tenants=["acme"], fingerprint="f-7", text="e")
+    ),
+    "one dead letter": lambda at: at.queries.dead_letter(None, "d-job-1000"),
+    "the operators' log": lambda at: at.queries.audit_log(AuditFilter(actor="bob")),
+    "approvals to tell of": lambda at: at.operators.undelivered_approvals(10),
+    "approvals that nobody answered": lambda at: at.operators.expire_approvals(10),
+    "replays to hand in": lambda at: at.operators.unsubmitted_replays(10),
+    "lanes of the outbox": lambda at: at.outbox.acquire_lanes("me", ["kafka"], 64, 60_000),
     "due events": lambda at: _due(at),
     "the next retry": lambda at: at.outbox.next_due_ms(["kafka"], dead_blocks=True),
     "destinations that wait": lambda at: at.outbox.destinations(),
@@ -221,7 +221,7 @@ READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
     "events of the outbox": lambda at: at.outbox.find(None, limit=50),
     "dead events of a tenant": lambda at: at.outbox.find(["acme"], status=OutboxStatus.DEAD),
     "one event": lambda at: at.outbox.get("default", "job-17"),
-    "reviving": lambda at: at.outbox.revive(None, ["job-9001"], "ann", ""),
+    "reviving": lambda at: at.outbox.retry_events(None, ["job-9001"], "ann", ""),
     "sent events to drop": lambda at: at.outbox.prune(40 * 86_400_000, 10),
     "what became of messages": lambda at: at.triggers.executions(["default"], limit=10),
     "what became of a queue's": lambda at: at.triggers.executions(["default"], queue_name="orders", limit=10),
@@ -231,26 +231,27 @@ READS: Final[dict[str, Callable[[PostgresLedger], Awaitable[Any]]]] = {
 
 async def _due(ledger: PostgresLedger) -> None:
     outbox = ledger.outbox
-    lanes = await outbox.take_lanes("me", ["kafka"], 64, 60_000)
-    events = await outbox.due("me", lanes, ["kafka"], 100, dead_blocks=True)
+    lanes = await outbox.acquire_lanes("me", ["kafka"], 64, 60_000)
+    events = await outbox.due_events("me", lanes, ["kafka"], 100, dead_blocks=True)
     assert events
     marks = [
-        Mark(tenant_id=event.tenant_id, id=event.id, status=OutboxStatus.SENT, attempt_count=1) for event in events[:3]
+        PublishResult(tenant_id=event.tenant_id, id=event.id, status=OutboxStatus.SENT, attempt_count=1)
+        for event in events[:3]
     ]
-    assert await outbox.mark("me", lanes, marks)
+    assert await outbox.record_results("me", lanes, marks)
 
 
 async def test_people_read_no_table_whole(ledger: PostgresLedger) -> None:
-    people = ledger.people
+    people = ledger.operators
     row = await people.vote(None, "a-job-102", person="bob", approve=True, reason="")
-    await people.delivered([row])
-    await people.withdraw("default", "a-job-202", "void")
-    replay = await people.begin_replay(None, "d-job-1000", person="ann", reason="", payload=None)
-    await people.submitted([replay])
+    await people.mark_delivered([row])
+    await people.withdraw_approval("default", "a-job-202", "void")
+    replay = await people.reserve_replay(None, "d-job-1000", person="ann", reason="", payload=None)
+    await people.mark_submitted([replay])
     await people.request_discard(None, "d-job-30", person="ann", reason="")
     await people.confirm_discard(None, "d-job-30", person="bob")
     feed, scribe = Feed("a"), Scribe(ledger, "asking")
-    meta = msgspec.json.encode(Meta(ask=Ask("a-new", "h"))).decode()
+    meta = msgspec.json.encode(Meta(ask=ApprovalRequest("a-new", "h"))).decode()
     await scribe.write(feed.entry(feed.created("asks", hold=True, meta=meta)))
     await scribe.write(feed.entry(feed.event("asks", State.WAITING_APPROVAL, State.CANCELLED, data={"actor": "ann"})))
     plans = ledger.store
@@ -296,7 +297,7 @@ async def test_effects_read_no_table_whole(ledger: PostgresLedger) -> None:
     )
     await ledger.effects.reserve([wish])
     await ledger.effects.conclude(
-        [Outcome(tenant_id="default", key="one more", token="t", state=KeyState.DONE, value=b"1")]
+        [EffectOutcome(tenant_id="default", key="one more", token="t", state=EffectState.DONE, value=b"1")]
     )
     await ledger.effects.record_steps([Step(key=KEY, position=2, name="s", result=b"1", attempt=1)])
     plans = ledger.store

@@ -8,9 +8,9 @@ from typing import Any, Final
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from holdfast.ledger.embedded import EmbeddedLedger
-from holdfast.ledger.prefixes import KINDS, matching_ids
-from holdfast.ledger.queries import Queries
+from holdfast.ledger.queries.jobs import Queries
+from holdfast.ledger.queries.prefixes import KINDS, matching_ids
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
 from tests.ledger.conftest import AnyLedger
 from tests.ledger.stories import S, Told, opened, write

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job import Event
+from holdfast.core.job import Event, JobKey
 from holdfast.core.states import DUPLICATE_EVENT, FORKED_EVENT, HEARTBEAT_EVENT, State
-from holdfast.engine.port import FeedEntry
-from holdfast.ledger.folding import AFTER_THE_END, CREATED_AGAIN, FORKED, NEVER_HEARD
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.listing import JobFilter
-from holdfast.ledger.port import DeadLetter, Ledger, Position, PositionMoved
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.ledger.fold import AFTER_THE_END, CREATED_AGAIN, FORKED, NEVER_HEARD
+from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved, RecordedDeadLetter
+from holdfast.ledger.queries.job_list import JobFilter
 from tests.ledger.projection_rig import (
     QUEUE,
     Feed,
@@ -129,7 +128,7 @@ async def test_random_lives_cut_into_random_batches_are_whole(ledger: Ledger, sc
     while entries:
         size = chance.randint(1, 4)
         done = await scribe.write(*entries[:size])
-        assert not done.looked_up
+        assert not done.slow_path
         entries = entries[size:]
     await check_ledger(ledger)
     for job_id, names in told.items():
@@ -167,12 +166,12 @@ async def test_the_position_moves_with_the_rows_or_nothing_does(ledger: Ledger, 
     feed = Feed()
     first, second = feed.entry(*feed.life("j1")), feed.entry(*feed.life("j2"))
     await scribe.write(first)
-    assert await scribe.projection.position(QUEUE) == Position(first.position, first.nonce)
+    assert await scribe.projection.position(QUEUE) == FeedPosition(first.position, first.nonce)
     late = Scribe(ledger)
     with pytest.raises(PositionMoved):
         await late.write(first, second)
     wrong = Scribe(ledger)
-    wrong.at = Position(first.position, "another feed")
+    wrong.at = FeedPosition(first.position, "another feed")
     with pytest.raises(PositionMoved):
         await wrong.write(second)
     assert await check_ledger(ledger) == {"j1": _S.SUCCEEDED}
@@ -207,18 +206,18 @@ async def _race(scribe: Scribe, entries: list[FeedEntry]) -> int:
 
 async def test_a_feed_is_one_projectors_until_its_lease_is_over(ledger: Ledger, scribe: Scribe) -> None:
     projection = scribe.projection
-    assert await projection.take(QUEUE, "one", 60_000) == Position()
-    assert await projection.take(QUEUE, "two", 60_000) is None
-    assert await projection.take("other", "two", 60_000) == Position()
-    assert await projection.take(QUEUE, "one", 1) == Position()
+    assert await projection.acquire(QUEUE, "one", 60_000) == FeedPosition()
+    assert await projection.acquire(QUEUE, "two", 60_000) is None
+    assert await projection.acquire("other", "two", 60_000) == FeedPosition()
+    assert await projection.acquire(QUEUE, "one", 1) == FeedPosition()
     deadline = time.monotonic() + 5
-    while await projection.take(QUEUE, "two", 60_000) is None:
+    while await projection.acquire(QUEUE, "two", 60_000) is None:
         assert time.monotonic() < deadline
-    assert await projection.take(QUEUE, "one", 60_000) is None
+    assert await projection.acquire(QUEUE, "one", 60_000) is None
     await projection.release(QUEUE, "one")
-    assert await projection.take(QUEUE, "one", 60_000) is None
+    assert await projection.acquire(QUEUE, "one", 60_000) is None
     await projection.release(QUEUE, "two")
-    assert await projection.take(QUEUE, "one", 60_000) == Position()
+    assert await projection.acquire(QUEUE, "one", 60_000) == FeedPosition()
 
 
 async def test_written_tells_entries_by_position_and_nonce(ledger: Ledger, scribe: Scribe) -> None:
@@ -226,9 +225,9 @@ async def test_written_tells_entries_by_position_and_nonce(ledger: Ledger, scrib
     first, second = feed.entry(*feed.life("j1")), feed.entry(*feed.life("j2"))
     await scribe.write(first)
     other = FeedEntry(first.position, "of another feed", first.events)
-    assert await scribe.projection.written(QUEUE, [first, second]) == {first.position}
-    assert await scribe.projection.written(QUEUE, [other]) == set()
-    assert await scribe.projection.written("other", [first]) == set()
+    assert await scribe.projection.already_written(QUEUE, [first, second]) == {first.position}
+    assert await scribe.projection.already_written(QUEUE, [other]) == set()
+    assert await scribe.projection.already_written("other", [first]) == set()
 
 
 # What does not fit ---------------------------------------------------------------------------------
@@ -281,7 +280,7 @@ async def test_an_earlier_attempt_in_the_same_state_is_a_fork(ledger: Ledger, sc
     for attempt in (2, 3):
         claimed = feed.claimed("j1", attempt, attempt - 1, was=_S.RETRYING)
         done = await scribe.write(feed.entry(claimed, feed.failed("j1", _S.RETRYING, attempt, attempt)))
-        assert (done.anomalies, done.looked_up) == (0, False)
+        assert (done.anomalies, done.slow_path) == (0, False)
     again = [feed.claimed("j1", 2, 1, was=_S.RETRYING), feed.succeeded("j1", 2, 1)]
     for entry in [feed.entry(*again)] if together else [feed.entry(event) for event in again]:
         await scribe.write(entry)
@@ -400,13 +399,13 @@ async def test_dead_letters_wait_for_their_acknowledgement(ledger: Ledger, scrib
     for name in ("j1", "j2"):
         dies = feed.failed(name, _S.DLQ_PENDING, dlq_id=f"d-{name}")
         await scribe.write(feed.entry(feed.created(name), feed.claimed(name), dies))
-    letters = [DeadLetter(JobKey("default", QUEUE, name), f"d-{name}") for name in ("j1", "j2")]
-    assert await scribe.projection.unacked(QUEUE, 10) == letters
-    assert await scribe.projection.unacked(QUEUE, 1) == letters[:1]
-    assert await scribe.projection.unacked("other", 10) == []
-    await scribe.projection.ack(letters[:1])
-    await scribe.projection.ack(letters[:1])
-    assert await scribe.projection.unacked(QUEUE, 10) == letters[1:]
+    letters = [RecordedDeadLetter(JobKey("default", QUEUE, name), f"d-{name}") for name in ("j1", "j2")]
+    assert await scribe.projection.unacked_dead_letters(QUEUE, 10) == letters
+    assert await scribe.projection.unacked_dead_letters(QUEUE, 1) == letters[:1]
+    assert await scribe.projection.unacked_dead_letters("other", 10) == []
+    await scribe.projection.ack_dead_letters(letters[:1])
+    await scribe.projection.ack_dead_letters(letters[:1])
+    assert await scribe.projection.unacked_dead_letters(QUEUE, 10) == letters[1:]
 
 
 async def test_a_letter_of_an_engine_that_made_all_the_moves_needs_no_acknowledgement(
@@ -419,7 +418,7 @@ async def test_a_letter_of_an_engine_that_made_all_the_moves_needs_no_acknowledg
     failed = feed.event("j1", _S.DLQ_RECORDED, _S.FAILED, data={"dlq_id": "d1"})
     done = await scribe.write(feed.entry(feed.created("j1"), dies, recorded, failed))
     assert done.dead_letters == 0
-    assert await scribe.projection.unacked(QUEUE, 10) == []
+    assert await scribe.projection.unacked_dead_letters(QUEUE, 10) == []
     assert (await job(ledger, "j1"))["state"] == "failed"
 
 
@@ -427,9 +426,9 @@ async def test_a_job_that_dies_again_after_a_fork_has_one_letter(ledger: Ledger,
     feed = Feed()
     first = feed.failed("j1", _S.DLQ_PENDING, dlq_id="d1")
     await scribe.write(feed.entry(feed.created("j1"), feed.claimed("j1"), first))
-    await scribe.projection.ack(await scribe.projection.unacked(QUEUE, 10))
+    await scribe.projection.ack_dead_letters(await scribe.projection.unacked_dead_letters(QUEUE, 10))
     await scribe.write(feed.entry(feed.claimed("j1"), feed.failed("j1", _S.DLQ_PENDING, dlq_id="d2")))
-    assert [letter.dlq_id for letter in await scribe.projection.unacked(QUEUE, 10)] == ["d2"]
+    assert [letter.dlq_id for letter in await scribe.projection.unacked_dead_letters(QUEUE, 10)] == ["d2"]
     assert (await job(ledger, "j1"))["dlq_id"] == "d2"
     assert len(await rows(ledger, "SELECT * FROM dlq_items")) == 1
 
@@ -440,13 +439,13 @@ async def test_a_job_that_dies_again_after_a_fork_has_one_letter(ledger: Ledger,
 async def test_wait_moved_returns_with_the_commit(ledger: Ledger, scribe: Scribe, ledger_url: str) -> None:
     feed, other = Feed(), open_ledger(ledger_url)
     assert other.projection is not None
-    assert await other.projection.wait_moved(QUEUE, Position(), 10) == Position()
-    waiting = asyncio.create_task(other.projection.wait_moved(QUEUE, Position(), 30_000))
+    assert await other.projection.wait_position_change(QUEUE, FeedPosition(), 10) == FeedPosition()
+    waiting = asyncio.create_task(other.projection.wait_position_change(QUEUE, FeedPosition(), 30_000))
     await asyncio.sleep(0.1)
     entry = feed.entry(*feed.life("j1"))
     began = time.monotonic()
     await scribe.write(entry)
-    assert await waiting == Position(entry.position, entry.nonce)
+    assert await waiting == FeedPosition(entry.position, entry.nonce)
     assert time.monotonic() - began < 20
     await other.close()
 
@@ -455,8 +454,8 @@ async def test_wait_present_answers_each_caller(ledger: Ledger, scribe: Scribe, 
     feed, other = Feed(), open_ledger(ledger_url)
     assert other.projection is not None
     keys = [JobKey("default", QUEUE, f"j{number}") for number in range(50)]
-    waiting = [asyncio.create_task(other.projection.wait_present([key], 30_000)) for key in keys]
-    everybody = asyncio.create_task(other.projection.wait_present(keys, 30_000))
+    waiting = [asyncio.create_task(other.projection.wait_recorded([key], 30_000)) for key in keys]
+    everybody = asyncio.create_task(other.projection.wait_recorded(keys, 30_000))
     await asyncio.sleep(0.05)
     for key in keys:
         await scribe.write(feed.entry(feed.created(key.job_id)))
@@ -464,8 +463,8 @@ async def test_wait_present_answers_each_caller(ledger: Ledger, scribe: Scribe, 
     assert await asyncio.gather(*waiting) == [{key} for key in keys]
     assert await everybody == set(keys)
     assert time.monotonic() - began < 20
-    assert await other.projection.wait_present([keys[0], JobKey("default", QUEUE, "no")], 500) == {keys[0]}
-    assert await other.projection.wait_present(keys[:2], 5_000) == set(keys[:2])
+    assert await other.projection.wait_recorded([keys[0], JobKey("default", QUEUE, "no")], 500) == {keys[0]}
+    assert await other.projection.wait_recorded(keys[:2], 5_000) == set(keys[:2])
     await other.close()
 
 
@@ -486,7 +485,7 @@ async def test_a_job_without_its_creation_is_not_there(ledger: Ledger, scribe: S
     feed, lost, named = Feed(), JobKey("default", QUEUE, "lost"), JobKey("default", QUEUE, "named")
     await scribe.write(feed.entry(feed.claimed("lost"), feed.created("named", task="unknown")))
     assert (await job(ledger, "lost"))["job_type"] == "unknown"
-    assert await scribe.projection.wait_present([lost, named], 200) == {named}
+    assert await scribe.projection.wait_recorded([lost, named], 200) == {named}
 
 
 async def test_an_entry_without_events_moves_the_position(ledger: Ledger, scribe: Scribe) -> None:
@@ -494,4 +493,4 @@ async def test_an_entry_without_events_moves_the_position(ledger: Ledger, scribe
     first = feed.entry(*feed.life("j1"))
     await scribe.write(first)
     await scribe.write(FeedEntry("00000000-5", "x", []))
-    assert await scribe.projection.position(QUEUE) == Position("00000000-5", "x")
+    assert await scribe.projection.position(QUEUE) == FeedPosition("00000000-5", "x")

@@ -15,8 +15,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from holdfast.chaos.servers import PostgresServer
 from holdfast.core.states import State
+from holdfast.verification.chaos.servers import PostgresServer
 from tests.conftest import MakePostgres
 from tests.ledger.projection_rig import QUEUE
 from tests.ledger.projector_world import World
@@ -144,7 +144,7 @@ async def test_a_postgresql_without_a_free_connection(
         with pytest.raises(asyncpg.TooManyConnectionsError):
             await _take_all(server, taken)
         await world.start()
-        await world.engine.register_reader(QUEUE)
+        await world.engine.attach_reader(QUEUE)
         ids = await world.lives(30)
         await asyncio.sleep(0.5)
         for connection in taken:

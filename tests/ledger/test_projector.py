@@ -10,17 +10,26 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from holdfast.core.job import JobKey
 from holdfast.core.states import FORKED_EVENT, State
 from holdfast.core.verdict import DeadLetter
-from holdfast.ledger.folding import AFTER_THE_END
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.port import Position
+from holdfast.ledger.fold import AFTER_THE_END
+from holdfast.ledger.port.ledger import FeedPosition
 from tests.conftest import MakeServer
 from tests.ledger.projection_rig import QUEUE, job, open_ledger, rows, story
 from tests.ledger.projector_world import FAILURE, Doom, Doomed, Killed, World, state_of, until
 
 #: Every call between reading an entry and the end of its dead letter.
-POINTS = ["take", "feed", "project", "forget", "unacked", "move", "ack", "wait_feed"]
+POINTS = [
+    "acquire",
+    "read_feed",
+    "project",
+    "trim_feed",
+    "unacked_dead_letters",
+    "move",
+    "ack_dead_letters",
+    "wait_feed",
+]
 
 
 @pytest.fixture
@@ -49,14 +58,14 @@ async def test_a_backlog_is_written_in_large_batches_and_trimmed(world: World) -
     projector = await world.start()
     await world.settled_down()
     await world.check(ids)
-    assert (projector.counts.projected, projector.counts.looked_up) == (3 * len(ids), 0)
+    assert (projector.counts.projected, projector.counts.slow_batches) == (3 * len(ids), 0)
 
     async def trimmed() -> bool:
         return (await world.engine.stats(QUEUE)).feed_entries == 1
 
     await until(trimmed, "all but the last entry is gone from the feed")
-    feed = await world.engine.feed(QUEUE, "", 10)
-    assert [Position(entry.position, entry.nonce) for entry in feed] == [await world.end()]
+    feed = await world.engine.read_feed(QUEUE, "", 10)
+    assert [FeedPosition(entry.position, entry.nonce) for entry in feed] == [await world.end()]
 
 
 async def test_queues_that_come_later_are_projected_too(world: World) -> None:
@@ -85,7 +94,7 @@ async def test_a_durable_submission_does_not_linger(world: World) -> None:
     began = time.monotonic()
     (durable,) = await world.submit(1, durable=True)
     keys = [JobKey("default", QUEUE, job_id) for job_id in (slow, durable)]
-    assert await world.ledger.projection.wait_present(keys, 30_000) == set(keys)
+    assert await world.ledger.projection.wait_recorded(keys, 30_000) == set(keys)
     assert time.monotonic() - began < 30
 
 
@@ -98,7 +107,7 @@ async def test_a_projector_that_dies_anywhere_loses_and_repeats_nothing(world: W
     await world.admit()
     ids = await world.lives(30)
     doom = Doom(method, side)
-    victim = world.projector(Doomed(world.engine.sibling(), doom), Doomed(open_ledger(world.ledger_url), doom))
+    victim = world.projector(Doomed(world.engine.clone(), doom), Doomed(open_ledger(world.ledger_url), doom))
     await victim._engine.open()
     task = asyncio.create_task(victim.run())
     await asyncio.wait([task, asyncio.create_task(doom.dead.wait())], return_when=asyncio.FIRST_COMPLETED, timeout=20)
@@ -139,7 +148,7 @@ async def test_a_killed_projector_is_replaced_after_its_lease_and_a_stopped_one_
     await standby._engine.open()
     task = asyncio.create_task(standby.run())
     await asyncio.sleep(0.3)
-    assert await world.ledger.projection.take(QUEUE, standby.name, 60_000) is None
+    assert await world.ledger.projection.acquire(QUEUE, standby.name, 60_000) is None
     await world.stop()
     ids += await world.lives(3)
     await world.settled_down()
@@ -283,13 +292,13 @@ async def test_a_letter_of_a_job_that_is_gone_from_the_engine_is_acknowledged(
         # Its acknowledgement was lost, and since then the engine has forgotten the job.
         assert world.ledger.projection is not None
         await _unack(world)
-        assert await world.ledger.projection.unacked(QUEUE, 10)
+        assert await world.ledger.projection.unacked_dead_letters(QUEUE, 10)
         await _wipe(server.url)
         await world.start()
 
         async def acknowledged() -> bool:
             assert world.ledger.projection is not None
-            return not await world.ledger.projection.unacked(QUEUE, 10)
+            return not await world.ledger.projection.unacked_dead_letters(QUEUE, 10)
 
         await until(acknowledged, "nobody waits for it any more")
 
@@ -301,7 +310,7 @@ async def test_a_letter_of_a_lost_job_waits_for_the_reconciler(
     async with World(server.url, ledger_url, namespace) as world:
         await world.admit()
         doom = Doom("move", "before")
-        victim = world.projector(Doomed(world.engine.sibling(), doom), open_ledger(ledger_url))
+        victim = world.projector(Doomed(world.engine.clone(), doom), open_ledger(ledger_url))
         (dead,) = await world.submit(1)
         await world.work(DeadLetter(FAILURE))
         await victim._engine.open()
@@ -316,7 +325,7 @@ async def test_a_letter_of_a_lost_job_waits_for_the_reconciler(
         await world.submit(1)
         await until(world.caught_up, "the ledger reads the new feed")
         assert world.ledger.projection is not None
-        assert [letter.key.job_id for letter in await world.ledger.projection.unacked(QUEUE, 10)] == [dead]
+        assert [letter.key.job_id for letter in await world.ledger.projection.unacked_dead_letters(QUEUE, 10)] == [dead]
         assert (await job(world.ledger, dead))["state"] == "dlq_pending"
 
 
@@ -329,7 +338,7 @@ async def _unack(world: World) -> None:
             lambda transaction: transaction.execute("UPDATE dlq_items SET acked_at = NULL").rowcount
         )
         return
-    async with ledger.store.readers.begin() as connection:  # type: ignore[attr-defined]
+    async with ledger.store.read_engine.begin() as connection:  # type: ignore[attr-defined]
         await connection.execute(text("UPDATE dlq_items SET acked_at = NULL"))
 
 

@@ -16,14 +16,14 @@ from holdfast.clock import SystemClock
 from holdfast.core.job import Envelope, new_job_ids
 from holdfast.core.states import State
 from holdfast.core.verdict import DeadLetter
-from holdfast.engine.factory import build_engine
-from holdfast.engine.port import FeedEntry
+from holdfast.engine.port.feed import FeedEntry
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.port import Projection
+from holdfast.factory import build_engine
+from holdfast.ledger.port.ledger import Projection
 from holdfast.settings import Settings
-from holdfast.upkeep import dead_letters, track
-from holdfast.upkeep.bookkeeping import Bookkeeping
-from holdfast.upkeep.dead_letters import DeadLetters, Unrecorded
+from holdfast.upkeep import dead_letters, feed_cursor
+from holdfast.upkeep.dead_letters import DeadLetterConfirmer, OrphanedDeadLetters
+from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.upkeep.projector import Projector
 from tests.conftest import MakePostgres
 from tests.ledger.projection_rig import QUEUE, Feed, Scribe, job, open_ledger, rows, story
@@ -139,7 +139,7 @@ async def test_a_row_that_is_locked_is_left_to_who_locks_it(postgres_url: str, r
         await holding.start()
         await other.execute("UPDATE feed_positions SET until = now() - interval '1s' WHERE feed = 'slow'")
         began = time.monotonic()
-        assert await world.ledger.projection.take("slow", "me", 1_000) is None
+        assert await world.ledger.projection.acquire("slow", "me", 1_000) is None
         await world.submit(1, "slow")
         for _ in range(5):
             await world.submit(1, "fast")
@@ -175,13 +175,13 @@ async def test_who_stands_by_asks_once_for_all_queues(world: World) -> None:
     await world.start(standby)
 
     async def has_asked() -> bool:
-        return "taken" in spy.calls
+        return "held_by_others" in spy.calls
 
     await until(has_asked, "it has asked")
     # Several rounds of a tenth of a second.
     await asyncio.sleep(1)
-    assert "take" not in spy.calls
-    assert spy.calls.count("taken") < 20
+    assert "acquire" not in spy.calls
+    assert spy.calls.count("held_by_others") < 20
 
 
 async def _all_taken(world: World, count: int) -> bool:
@@ -253,21 +253,21 @@ def _bytes(entries: list[FeedEntry]) -> int:
 
 
 async def test_a_batch_is_bounded_by_bytes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(track, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(feed_cursor, "MOST_BYTES", 1_000_000)
     await world.admit()
     ids = await _large(world, 60, 100_000)
     one = world.projector()
     sizes: list[int] = []
     pages: list[int] = []
     spied(one).before["project"] = lambda *arguments: sizes.append(_bytes(arguments[4]))
-    read = track.Track.read
+    read = feed_cursor.FeedCursor.read
 
     async def reading(*arguments: Any) -> list[FeedEntry]:
         entries = await read(*arguments)
         pages.append(_bytes(entries))
         return entries
 
-    monkeypatch.setattr(track.Track, "read", reading)
+    monkeypatch.setattr(feed_cursor.FeedCursor, "read", reading)
     await world.start(one)
     await world.settled_down()
     await world.check(ids)
@@ -290,7 +290,7 @@ async def test_a_batch_that_takes_too_long_is_halved(world: World, caplog: pytes
 
     spied(one).before["project"] = time_out
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(track, "MOST_BYTES", 4_000_000)
+    monkey.setattr(feed_cursor, "MOST_BYTES", 4_000_000)
     await world.start(one)
     await world.settled_down()
     monkey.undo()
@@ -312,18 +312,18 @@ async def test_letters_that_cannot_be_told_hide_no_others(world: World, monkeypa
         name = f"lost-{number}"
         dies = feed.failed(name, _S.DLQ_PENDING, dlq_id=f"!{number}")
         await scribe.write(feed.entry(feed.created(name), feed.claimed(name), dies))
-    await scribe.write(*await world.engine.feed(QUEUE, "", 100))
-    letters = DeadLetters(world.engine, world.ledger)
-    assert await letters.send(QUEUE) == 7
+    await scribe.write(*await world.engine.read_feed(QUEUE, "", 100))
+    letters = DeadLetterConfirmer(world.engine, world.ledger)
+    assert await letters.confirm_all(QUEUE) == 7
     assert await state_of(world, dead) is State.FAILED
-    assert len(await scribe.projection.unacked(QUEUE, 100)) == 7
+    assert len(await scribe.projection.unacked_dead_letters(QUEUE, 100)) == 7
 
 
 async def test_an_error_with_one_letter_hinders_no_other(world: World) -> None:
     await world.admit()
     ids = await world.submit(5)
     await world.work(DeadLetter(FAILURE))
-    await Scribe(world.ledger).write(*await world.engine.feed(QUEUE, "", 100))
+    await Scribe(world.ledger).write(*await world.engine.read_feed(QUEUE, "", 100))
     engine = Spy(world.engine)
 
     def break_down(queue: str, job_id: str, *_: Any, **__: Any) -> None:
@@ -331,28 +331,28 @@ async def test_an_error_with_one_letter_hinders_no_other(world: World) -> None:
             raise RuntimeError("what is this?")
 
     engine.before["move"] = break_down
-    assert await DeadLetters(engine, world.ledger).send(QUEUE) == 1
+    assert await DeadLetterConfirmer(engine, world.ledger).confirm_all(QUEUE) == 1
     assert world.ledger.projection is not None
-    assert [letter.key.job_id for letter in await world.ledger.projection.unacked(QUEUE, 10)] == [ids[2]]
+    assert [letter.key.job_id for letter in await world.ledger.projection.unacked_dead_letters(QUEUE, 10)] == [ids[2]]
 
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(track, "STRAYS_AGAIN_S", 0.2)
+    monkeypatch.setattr(feed_cursor, "ORPHAN_RECHECK_S", 0.2)
 
 
 async def _trim(world: World) -> None:
     """As if a ledger had read all of it."""
     await world.submit(1)
-    await world.engine.forget(QUEUE, (await world.end()).position)
+    await world.engine.trim_feed(QUEUE, (await world.end()).position)
 
 
 async def _projected(world: World) -> Projection:
     assert world.ledger.projection is not None
     projection = world.ledger.projection
-    at = await projection.take(QUEUE, "another", 1)
+    at = await projection.acquire(QUEUE, "another", 1)
     assert at is not None
-    await projection.project(QUEUE, "another", 1, at, await world.engine.feed(QUEUE, "", 100))
+    await projection.project(QUEUE, "another", 1, at, await world.engine.read_feed(QUEUE, "", 100))
     return projection
 
 
@@ -395,7 +395,7 @@ async def test_a_job_whose_letter_is_acknowledged_is_moved_on(world: World) -> N
     (dead,) = await world.submit(1)
     await world.work(DeadLetter(FAILURE))
     projection = await _projected(world)
-    await projection.ack(await projection.unacked(QUEUE, 10))
+    await projection.ack_dead_letters(await projection.unacked_dead_letters(QUEUE, 10))
     await world.start()
     await until(lambda: _is_in(world, dead, State.FAILED), "it is moved on", 10)
     await world.settled_down()
@@ -409,15 +409,15 @@ async def test_without_a_ledger_what_waits_for_one_ends(world: World) -> None:
     settings = Settings.load(url=world.settings.url, namespace=world.settings.namespace)
     plain = build_engine(settings, SystemClock())
     await plain.open()
-    unrecorded = Unrecorded(plain)
+    unrecorded = OrphanedDeadLetters(plain)
     # Another process may have a ledger, and tell it in a moment.
-    assert await unrecorded.move_on(QUEUE) == 0
+    assert await unrecorded.finish(QUEUE) == 0
     assert await state_of(world, ids[0]) is State.DLQ_PENDING
-    assert await Unrecorded(world.engine).move_on(QUEUE) == 0
-    assert await unrecorded.move_on(QUEUE) == 2
+    assert await OrphanedDeadLetters(world.engine).finish(QUEUE) == 0
+    assert await unrecorded.finish(QUEUE) == 2
     assert [await state_of(world, job_id) for job_id in ids] == [State.FAILED] * 2
     assert (await plain.stats(QUEUE)).dead_letters == 2
-    assert await unrecorded.move_on(QUEUE) == 0
+    assert await unrecorded.finish(QUEUE) == 0
     await plain.close()
 
 
@@ -436,7 +436,7 @@ async def test_a_ledger_that_is_down_is_told_of_once(world: World, caplog: pytes
         raise LedgerUnavailable("it is away")
 
     with caplog.at_level(logging.INFO, "holdfast.projector"):
-        spy.before.update(dict.fromkeys(("taken", "take", "project", "position"), down))
+        spy.before.update(dict.fromkeys(("held_by_others", "acquire", "project", "position"), down))
         await world.submit(1)
         tries = len(spy.calls)
         await until(lambda: _is_true(len(spy.calls) >= tries + 6), "it is tried again and again")
@@ -456,7 +456,7 @@ async def test_the_end_does_not_wait_for_a_ledger_that_stands_still(
         for number in range(5):
             await world.admit(f"q{number}")
         ledger = open_ledger(server.url)
-        keeping = Bookkeeping(world.engine, ledger, world.settings)
+        keeping = LedgerTasks(world.engine, ledger, world.settings)
         keeping.start()
         await until(lambda: _all_taken(world, 5), "all feeds are taken")
         server.pause()

@@ -13,29 +13,28 @@ import pytest
 from holdfast import Holdfast
 from holdfast.clock import SystemClock
 from holdfast.core.job import Event
+from holdfast.core.publishing import TEXT_LIMIT, EventPublishing, lane_of
 from holdfast.core.states import FINAL, HEARTBEAT_EVENT, State
-from holdfast.engine.sqlite.store import Place
 from holdfast.errors import Fatal, InvalidOption, LedgerUnavailable
-from holdfast.ledger.embedded import EmbeddedLedger
-from holdfast.ledger.outbox_store import OutboxEvent, lane_of
-from holdfast.ledger.port import Ledger, Position, PositionMoved
+from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved
+from holdfast.ledger.port.messages import OutboxEvent
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
-from holdfast.ledger.publishing import TEXT_LIMIT, Publishing
-from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
-from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
 from holdfast.settings import Settings
+from holdfast.sqlite.connection import DatabaseFile
 from holdfast.worker.worker import Worker
 from tests.ledger.projection_rig import LEASE_MS, QUEUE, Feed, Scribe, rows
 from tests.worker.support import eventually
 
-ALL = Publishing("kafka", "job-events")
+ALL = EventPublishing("kafka", "job-events")
 
 
-def open_publishing(url: str, publishing: Publishing | None = ALL) -> Ledger:
+def open_publishing(url: str, publishing: EventPublishing | None = ALL) -> Ledger:
     if url.startswith("sqlite:///"):
-        store = SqliteStore(Place(url.removeprefix("sqlite:///")), prepare_ledger)
+        store = SqliteLedgerStore(DatabaseFile(url.removeprefix("sqlite:///")), prepare_ledger)
         return SqliteLedger(store, SystemClock(), publishing)
     return PostgresLedger(PostgresStore(url), publishing)
 
@@ -132,7 +131,9 @@ async def test_what_does_not_fit_is_published_as_it_is_written(ledger: Ledger) -
 
 
 async def test_only_the_wanted_types_are_published(ledger_url: str) -> None:
-    ledger = open_publishing(ledger_url, Publishing("kafka", "ends", frozenset({"task.succeeded", HEARTBEAT_EVENT})))
+    ledger = open_publishing(
+        ledger_url, EventPublishing("kafka", "ends", frozenset({"task.succeeded", HEARTBEAT_EVENT}))
+    )
     feed, scribe = Feed(), Scribe(ledger)
     try:
         await scribe.write(feed.entry(feed.created("j"), feed.claimed("j")))
@@ -174,7 +175,7 @@ async def test_two_projectors_publish_nothing_twice(ledger: Ledger, ledger_url: 
         for one in (ledger, other):
             assert one.projection is not None
         outcomes = await asyncio.gather(
-            *(one.projection.project(QUEUE, "p", LEASE_MS, Position(), entries) for one in (ledger, other)),  # type: ignore[union-attr]
+            *(one.projection.project(QUEUE, "p", LEASE_MS, FeedPosition(), entries) for one in (ledger, other)),  # type: ignore[union-attr]
             return_exceptions=True,
         )
         assert sum(isinstance(outcome, PositionMoved) for outcome in outcomes) == 1
@@ -244,7 +245,7 @@ async def test_the_engines_file_publishes_what_happens_in_it(tmp_path: Path) -> 
         await eventually(lambda: _ended(handles[0]))
         worker.drain()
         await running
-    ledger = EmbeddedLedger(Place(str(path)), SystemClock())
+    ledger = EmbeddedLedger(DatabaseFile(str(path)), SystemClock())
     try:
         assert await check(ledger) >= 15
         assert await rows(ledger, "SELECT 1 FROM job_events WHERE type = 'task.heartbeat'")
@@ -282,7 +283,7 @@ def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], said
 def test_off_it_is_off() -> None:
     assert Settings(url="sqlite:///jobs.db").engine_options().publishing is None
     on = Settings(url="sqlite:///jobs.db", publish_events="kafka", publish_event_types=("task.failed",))
-    assert on.engine_options().publishing == Publishing("kafka", "holdfast.job-events", frozenset({"task.failed"}))
+    assert on.engine_options().publishing == EventPublishing("kafka", "holdfast.job-events", frozenset({"task.failed"}))
     # Another file is the ledger: the projector publishes.
     assert (
         Settings(url="sqlite:///a.db", ledger="sqlite:///b.db", publish_events="kafka").engine_options().publishing

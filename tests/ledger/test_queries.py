@@ -14,11 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from holdfast.core.states import State
 from holdfast.errors import InvalidOption, LedgerUnavailable, UnknownJob, UsageError
-from holdfast.ledger import listing
-from holdfast.ledger.listing import JobFilter, from_cursor
-from holdfast.ledger.queries import Queries
-from holdfast.ledger.records import JobRow
-from holdfast.ledger.schema import idempotency_keys, job_steps
+from holdfast.ledger.queries import job_list, paging
+from holdfast.ledger.queries.job_list import JobFilter, from_cursor
+from holdfast.ledger.queries.jobs import Queries
+from holdfast.ledger.queries.records import JobRow
+from holdfast.schema import idempotency_keys, job_steps
 from tests.ledger.stories import START, S, Told, async_url, opened, write
 
 
@@ -124,8 +124,8 @@ async def test_pages_are_the_list_cut_into_pieces(
     ledger: AsyncEngine, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     # Small enough that searches stop in the middle, and at different places.
-    monkeypatch.setattr(listing, "SCANNED", 20)
-    monkeypatch.setattr(listing, "SCANNED_EACH", 5)
+    monkeypatch.setattr(job_list, "SCANNED", 20)
+    monkeypatch.setattr(job_list, "SCANNED_EACH", 5)
     dice = random.Random(seed)
     print("seed", seed)
     told = [_random_job(dice, number) for number in range(60)]
@@ -203,7 +203,7 @@ async def test_garbage_is_no_cursor(ledger: AsyncEngine, cursor: str) -> None:
 
 
 async def test_wrong_questions_are_refused(ledger: AsyncEngine) -> None:
-    for limit in (0, -1, listing.MAX_LIMIT + 1):
+    for limit in (0, -1, paging.MAX_LIMIT + 1):
         with pytest.raises(InvalidOption, match="limit"):
             await Queries(ledger).jobs(limit=limit)
     with pytest.raises(InvalidOption, match="time zone"):
@@ -232,7 +232,7 @@ async def test_one_job_and_its_story(ledger: AsyncEngine) -> None:
     assert job.context is not None
     assert job.context.value == {"user": "u1"}
     assert job.result is None
-    story = await queries.story(job.key)
+    story = await queries.events(job.key)
     assert [event.seq for event in story] == [1, 2, 3, 4, 5, 6]
     assert [event.type for event in story][1:4] == ["task.claimed", "task.heartbeat", "task.dlq_pending"]
     assert story[0].from_state is None
@@ -240,7 +240,7 @@ async def test_one_job_and_its_story(ledger: AsyncEngine) -> None:
     assert story[3].event().data == {"failure": {"code": "TASK_ERROR"}}
     assert story[1].event().worker == "w-1"
     assert story[1].at == START + timedelta(seconds=1)
-    letter = await queries.dead_letter(job.key)
+    letter = await queries.dead_letter_of(job.key)
     assert letter is not None
     assert (letter.dlq_id, letter.error, letter.status) == ("dlq-j", "ValueError: boom", "open")
 
@@ -249,7 +249,7 @@ async def test_a_job_without_the_rest_of_it(ledger: AsyncEngine) -> None:
     await write(ledger, *JOBS)
     queries = Queries(ledger)
     key = (await queries.job("j2")).key
-    assert await queries.dead_letter(key) is None
+    assert await queries.dead_letter_of(key) is None
     assert await queries.steps(key) == []
     assert await queries.effects(key) == []
 
@@ -310,7 +310,7 @@ async def test_counts_by_state(ledger: AsyncEngine) -> None:
 
 
 async def test_many_successes_are_estimated_and_say_so(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.ledger.queries.COUNTED", 50)
+    monkeypatch.setattr("holdfast.ledger.queries.jobs.COUNTED", 50)
     async with opened(postgres_url) as engine:
         await write(engine, *(Told(S.QUEUED, S.RUNNING, S.SUCCEEDED, job_id=f"s{n}") for n in range(200)))
         await write(engine, *(Told(S.QUEUED, job_id=f"q{n}") for n in range(20)))

@@ -14,23 +14,21 @@ from redis.asyncio import Redis
 from sqlalchemy import func, select
 
 from holdfast import Holdfast, Retry
-from holdfast.chaos.servers import RedisServer
-from holdfast.core.job import Claim, Envelope, Failure, JobView, Meta, new_job_ids
+from holdfast.client.submitter import BatchingSubmitter
+from holdfast.core.job import Claim, Envelope, Failure, JobInfo, JobKey, Meta, new_job_ids
 from holdfast.core.states import FINAL, RESTORED_EVENT, State
 from holdfast.core.verdict import DeadLetter, Hold, Release, RetryLater, Settlement, Succeed, Suspend, Verdict
-from holdfast.engine.factory import build_engine
 from holdfast.engine.port import Engine
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.factory import build_ledger
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.port import Ledger
-from holdfast.ledger.schema import anomalies, job_events
+from holdfast.factory import build_engine, build_ledger
+from holdfast.ledger.port.ledger import Ledger
 from holdfast.ledger.verify import verify_ledger
+from holdfast.schema import anomalies, job_events
 from holdfast.settings import Settings
-from holdfast.submitter import Submitter
 from holdfast.upkeep import reconciler as module
 from holdfast.upkeep.projector import Projector
-from holdfast.upkeep.reconciler import Reconciler, Report
+from holdfast.upkeep.reconciler import Reconciler, ReconcileReport
+from holdfast.verification.chaos.servers import RedisServer
 from tests.conftest import MakePostgres, MakeServer
 from tests.ledger.test_reconciler_histories import Hasty
 from tests.worker.support import eventually, working
@@ -73,7 +71,7 @@ class Rig:
             Envelope(job_id=job_id, task="noop", payload=b'{"n":%d}' % place, **fields)
             for place, job_id in enumerate(new_job_ids(number))
         ]
-        return [receipt.job_id for receipt in await Submitter(self.engine, self.ledger).submit_many(envelopes)]
+        return [receipt.job_id for receipt in await BatchingSubmitter(self.engine, self.ledger).submit_many(envelopes)]
 
     async def claim(self, limit: int = 1, worker: str = "w1") -> list[Claim]:
         return await self.engine.claim(worker, [QUEUE], limit, 0)
@@ -81,23 +79,23 @@ class Rig:
     async def settle(self, claim: Claim, verdict: Verdict) -> None:
         await self.engine.settle([Settlement(claim, verdict, claim.claimed_at_ms)])
 
-    async def view(self, job_id: str) -> JobView:
+    async def view(self, job_id: str) -> JobInfo:
         (view,) = await self.engine.get(QUEUE, [job_id])
         assert view is not None
         return view
 
     async def caught_up(self) -> None:
         """The ledger has what the feed has now."""
-        end = await self.engine.survey(QUEUE, [])
+        end = await self.engine.snapshot(QUEUE, [])
 
         async def reached() -> bool:
             return await module._has(self.projection, QUEUE, end, await self.projection.position(QUEUE))
 
         await eventually(reached, "the ledger to catch up")
 
-    async def reconciled(self) -> Report:
+    async def reconciled(self) -> ReconcileReport:
         """Passes until nothing is left to be put back."""
-        total = Report()
+        total = ReconcileReport()
 
         async def settled() -> bool:
             report = await self.reconciler.reconcile()
@@ -112,12 +110,12 @@ class Rig:
     async def restored_in_vain(self) -> list[Any]:
         """Jobs that came back although the ledger had their end."""
         query = select(anomalies.c.job_id).where(anomalies.c.event.like(f"%{RESTORED_EVENT}%"))
-        async with self.ledger.store.readers.connect() as connection:  # type: ignore[attr-defined]
+        async with self.ledger.store.read_engine.connect() as connection:  # type: ignore[attr-defined]
             return list((await connection.execute(query)).scalars())
 
     async def count(self, event: str) -> int:
         query = select(func.count()).select_from(job_events).where(job_events.c.type == event)
-        async with self.ledger.store.readers.connect() as connection:  # type: ignore[attr-defined]
+        async with self.ledger.store.read_engine.connect() as connection:  # type: ignore[attr-defined]
             return int((await connection.execute(query)).scalar_one())
 
     async def state(self, job_id: str) -> State | None:
@@ -139,11 +137,11 @@ async def rigged(redis: RedisServer, ledger_url: str, *, letters: bool = True, *
     assert ledger is not None
     await engine.open()
     await ledger.open()
-    own_engine, own_ledger = engine.sibling(), ledger.sibling()
+    own_engine, own_ledger = engine.clone(), ledger.clone()
     await own_engine.open()
     projector = Projector(own_engine, own_ledger, [QUEUE], linger_s=0.01, round_s=0.1)
     if not letters:
-        projector._letters.send = _never  # type: ignore[method-assign]
+        projector._letters.confirm_all = _never  # type: ignore[method-assign]
     rig = Rig(engine, ledger, redis, projector)
     try:
         yield rig
@@ -190,7 +188,7 @@ async def in_every_state(rig: Rig) -> dict[str, str]:
     return jobs
 
 
-def kept(view: JobView) -> dict[str, Any]:
+def kept(view: JobInfo) -> dict[str, Any]:
     """What must be the same after a wipe."""
     meta = view.meta
     return {
@@ -246,7 +244,7 @@ async def test_every_job_is_back_in_its_own_state(rig: Rig) -> None:
     await rig.all_is_well()
 
 
-async def _dry(rig: Rig, count: int) -> Report | None:
+async def _dry(rig: Rig, count: int) -> ReconcileReport | None:
     report = await rig.reconciler.reconcile(dry_run=True)
     return report if report.lost == count else None
 
@@ -355,12 +353,12 @@ async def test_random_histories_with_wipes_lose_nothing_and_repeat_no_end(
         assert await rig.count(RESTORED_EVENT) > 0
         # Whatever was durable before a wipe has its end.
         keys = [JobKey("default", QUEUE, job_id) for job_id in submitted]
-        assert await rig.projection.wait_present(keys, 10_000) == set(keys)
+        assert await rig.projection.wait_recorded(keys, 10_000) == set(keys)
 
 
 async def _one_history(rig: Rig, random: Random, number: int) -> list[str]:
     jobs = await rig.submit(random.randrange(10, 40))
-    await rig.projection.wait_present([JobKey("default", QUEUE, job_id) for job_id in jobs], 10_000)
+    await rig.projection.wait_recorded([JobKey("default", QUEUE, job_id) for job_id in jobs], 10_000)
     passes = [asyncio.create_task(rig.reconciler.reconcile()) for _ in range(2)]
     for _ in range(random.randrange(5, 15)):
         for claim in await rig.claim(random.randrange(1, 8), f"w{number}"):
@@ -423,7 +421,7 @@ async def test_durable_jobs_survive_a_flush_in_mid_run(make_redis: MakeServer, l
             jobs += await more
             await client.flushall()
             await client.aclose()
-            ledger = app.ledger_port
+            ledger = app.ledger_backend
             assert ledger is not None
             keys = [JobKey("default", QUEUE, job.id) for job in jobs]
 
@@ -432,8 +430,8 @@ async def test_durable_jobs_survive_a_flush_in_mid_run(make_redis: MakeServer, l
 
             await eventually(ended, "every durable job to end")
             assert ledger.projection is not None
-            assert await ledger.projection.wait_present(keys, 10_000) == set(keys)
-        stories = await ledger.recovery.stories(keys)
+            assert await ledger.projection.wait_recorded(keys, 10_000) == set(keys)
+        stories = await ledger.recovery.histories(keys)
         ends = [[event.to_state for event in story if event.to_state in FINAL] for story in stories.values()]
         assert ends == [[State.SUCCEEDED]] * len(jobs)
         assert set(runs) == set(range(400))

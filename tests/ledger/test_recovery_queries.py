@@ -11,10 +11,11 @@ from sqlalchemy import insert, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from holdfast.core.job import JobKey
 from holdfast.core.states import FINAL, State
-from holdfast.ledger.keys import JobKey
 from holdfast.ledger.recovery import SqlRecovery, _open_page, _recent_page
-from holdfast.ledger.schema import feed_positions, jobs, metadata
+from holdfast.schema import feed_positions, jobs
+from holdfast.schema.columns import metadata
 
 DAY: Final = timedelta(days=1)
 NOW: Final = datetime.now(UTC).replace(microsecond=0)

@@ -13,9 +13,8 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.port import Ledger
-from holdfast.ledger.retention import Marks
-from holdfast.ledger.schema import (
+from holdfast.ledger.port.ledger import Ledger, PruneCursors
+from holdfast.schema import (
     anomalies,
     approval_votes,
     approvals,
@@ -31,7 +30,7 @@ from holdfast.ledger.schema import (
     queue_executions,
 )
 from holdfast.settings import Settings
-from holdfast.upkeep.archivist import BATCH, Archivist
+from holdfast.upkeep.ledger_tasks import BATCH, LedgerPruner
 from tests.ledger.projection_rig import open_ledger
 from tests.ledger.stories import S, Told, opened, write
 
@@ -208,7 +207,7 @@ async def test_tenants_take_turns(ledger: Ledger, tables: AsyncEngine) -> None:
     times = [OLD + timedelta(minutes=number) for number in range(12)]
     stories = [done(f"j{at:%H%M}", at, tenant_id=tenant) for at in times for tenant in ("acme", "zeta")]
     await write(tables, *stories)
-    marks: Marks = {}
+    marks: PruneCursors = {}
     for _ in range(4):
         await ledger.prune(KEEP_MS, 8, marks)
     async with tables.connect() as connection:
@@ -219,7 +218,7 @@ async def test_tenants_take_turns(ledger: Ledger, tables: AsyncEngine) -> None:
 
 async def test_several_at_once_share_the_work(ledger: Ledger, ledger_url: str, tables: AsyncEngine) -> None:
     await write(tables, *(done(f"j{number:03}", OLD) for number in range(60)), done("recent", RECENT))
-    others = [ledger, ledger.sibling(), ledger.sibling()]
+    others = [ledger, ledger.clone(), ledger.clone()]
     while sum(await asyncio.gather(*(other.prune(KEEP_MS, 20) for other in others))):
         pass
     assert await ids(tables, jobs) == await ids(tables, job_events) == {"recent"}
@@ -231,15 +230,15 @@ async def test_the_archivist_hurries_while_there_is_more(caplog: pytest.LogCaptu
     class Full:
         left = 3
 
-        async def prune(self, keep_ms: int, limit: int, marks: Marks) -> int:
+        async def prune(self, keep_ms: int, limit: int, marks: PruneCursors) -> int:
             assert (keep_ms, limit) == (7 * 86_400_000, BATCH)
             if self.left == 0:
                 raise LedgerUnavailable("down")
             self.left -= 1
             return limit if self.left else 0
 
-    archivist = Archivist(Full(), Settings.load(retention_days=7))  # type: ignore[arg-type]
-    pauses = [await archivist.turn() for _ in range(4)]
+    archivist = LedgerPruner(Full(), Settings.load(retention_days=7))  # type: ignore[arg-type]
+    pauses = [await archivist.run_once() for _ in range(4)]
     assert max(pauses[:2]) < 1
     assert min(pauses[2:]) > 60
     assert ["nothing was pruned" in record.message for record in caplog.records] == [True]
@@ -253,38 +252,38 @@ async def test_the_archivist_leaves_room_for_others(gone: int, took_s: float, le
     now = 100.0
 
     class Busy:
-        async def prune(self, keep_ms: int, limit: int, marks: Marks) -> int:
+        async def prune(self, keep_ms: int, limit: int, marks: PruneCursors) -> int:
             nonlocal now
             now += took_s
             return gone
 
-    archivist = Archivist(Busy(), Settings.load(), monotonic=lambda: now)  # type: ignore[arg-type]
-    assert least <= await archivist.turn() <= most
+    archivist = LedgerPruner(Busy(), Settings.load(), monotonic=lambda: now)  # type: ignore[arg-type]
+    assert least <= await archivist.run_once() <= most
     if gone < BATCH:
         # Who keeps little looks often.
         brief = Settings.load(retention_days=100 / 86_400, idempotency_window_s=50)
-        archivist = Archivist(Busy(), brief)  # type: ignore[arg-type]
-        assert 8 <= await archivist.turn() <= 12
+        archivist = LedgerPruner(Busy(), brief)  # type: ignore[arg-type]
+        assert 8 <= await archivist.run_once() <= 12
 
 
 async def test_the_archivist_looks_at_what_it_kept_again_after_some_hours() -> None:
-    seen: list[Marks] = []
+    seen: list[PruneCursors] = []
     now = 0.0
 
     class Keeping:
-        async def prune(self, keep_ms: int, limit: int, marks: Marks) -> int:
+        async def prune(self, keep_ms: int, limit: int, marks: PruneCursors) -> int:
             seen.append(dict(marks))
             marks["default"] = (len(seen), "j")
             return 0
 
-    archivist = Archivist(Keeping(), Settings.load(), monotonic=lambda: now)  # type: ignore[arg-type]
+    archivist = LedgerPruner(Keeping(), Settings.load(), monotonic=lambda: now)  # type: ignore[arg-type]
     for now in (0.0, 300.0, 7 * 3_600.0):  # noqa: B007 - the clock
-        await archivist.turn()
+        await archivist.run_once()
     assert seen == [{}, {"default": (1, "j")}, {}]
 
 
 async def test_what_is_kept_is_looked_at_once(ledger: Ledger, tables: AsyncEngine) -> None:
-    marks: Marks = {}
+    marks: PruneCursors = {}
     await write(tables, *(dead(f"dead{number}", OLD) for number in range(5)), done("old", OLD + timedelta(days=1)))
     assert await ledger.prune(KEEP_MS, 1_000, marks) == 4
     assert list(marks) == ["default"]
@@ -304,7 +303,7 @@ async def test_what_is_kept_does_not_hide_what_is_not(ledger: Ledger, tables: As
 
 
 async def test_long_stories_do_not_go_in_one_batch_and_none_is_passed_over(ledger: Ledger, tables: AsyncEngine) -> None:
-    marks: Marks = {}
+    marks: PruneCursors = {}
     long = [S.QUEUED, *[S.RUNNING, S.RETRYING] * 20, S.RUNNING, S.SUCCEEDED]
     stories = [Told(*long, job_id=f"j{number}", at=OLD + timedelta(seconds=number)) for number in range(6)]
     await write(tables, *stories, dead("dead", OLD + timedelta(seconds=3)))
@@ -317,7 +316,7 @@ async def test_long_stories_do_not_go_in_one_batch_and_none_is_passed_over(ledge
 
 async def test_marks_lose_nothing_between_batches(ledger: Ledger, tables: AsyncEngine) -> None:
     await write(tables, *(done(f"j{number:03}", OLD) for number in range(50)), done("recent", RECENT))
-    marks: Marks = {}
+    marks: PruneCursors = {}
     while await ledger.prune(KEEP_MS, 40, marks):
         pass
     assert await ids(tables, jobs) == {"recent"}

@@ -14,17 +14,19 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from holdfast.chaos.servers import RedisServer
+from holdfast.client.submitter import BatchingSubmitter
 from holdfast.clock import SystemClock
 from holdfast.core.job import Envelope, new_job_ids
-from holdfast.engine.port import Engine, EngineOptions, KnownKey
+from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import SubmissionKey
+from holdfast.engine.port.jobs import EngineOptions
 from holdfast.engine.redis.engine import RedisEngine
-from holdfast.engine.redis.keys import Names
+from holdfast.engine.redis.keys import KeyNames
 from holdfast.engine.sqlite.engine import SqliteEngine
-from holdfast.errors import FeedUnread, LedgerUnavailable
-from holdfast.ledger.port import Ledger
-from holdfast.submitter import Submitter
-from holdfast.upkeep.admission import admit
+from holdfast.errors import FeedDetached, LedgerUnavailable
+from holdfast.ledger.intake_recovery import reopen_intake
+from holdfast.ledger.port.ledger import Ledger
+from holdfast.verification.chaos.servers import RedisServer
 from tests.conftest import MakeServer
 from tests.ledger.projection_rig import QUEUE
 from tests.ledger.projector_world import World, until
@@ -72,16 +74,16 @@ class Watched:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    async def remember_keys(self, queue: str, keys: Sequence[KnownKey]) -> None:
+    async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         self.keys += [key.key for key in keys]
-        await self._engine.remember_keys(queue, keys)
+        await self._engine.restore_keys(queue, keys)
 
 
 @asynccontextmanager
 async def submitting(
     world: World, engine: Engine | None = None, ledger: Ledger | None = None
-) -> AsyncIterator[Submitter]:
-    submitter = Submitter(engine or world.engine, ledger or world.ledger, durable_timeout_s=10.0)
+) -> AsyncIterator[BatchingSubmitter]:
+    submitter = BatchingSubmitter(engine or world.engine, ledger or world.ledger, durable_timeout_s=10.0)
     try:
         yield submitter
     finally:
@@ -126,7 +128,7 @@ async def test_a_replica_that_has_everything_opens_without_a_refill(
         master.kill()
         await command(replica, "REPLICAOF", "NO", "ONE")
     async with World(replica.url, postgres_url, namespace) as new:
-        with pytest.raises(FeedUnread):
+        with pytest.raises(FeedDetached):
             await new.engine.submit([keyed("order-8")])
         watched = Watched(new.engine)
         async with submitting(new, watched) as after:  # type: ignore[arg-type]
@@ -167,11 +169,11 @@ async def test_a_fail_over_in_the_middle_of_an_admission_opens_nothing(
         await world.admit()
 
         class Restarted(Watched):
-            async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+            async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
                 server.kill()
                 server.start()
                 await until(self._answers, "it is back")
-                await self._engine.register_reader(queue, incarnation, reminded=reminded)
+                await self._engine.attach_reader(queue, incarnation, reminded=reminded)
 
             async def _answers(self) -> bool:
                 try:
@@ -179,8 +181,8 @@ async def test_a_fail_over_in_the_middle_of_an_admission_opens_nothing(
                 except Exception:  # noqa: BLE001 - not yet
                     return False
 
-        await admit(Restarted(world.engine), world.ledger, QUEUE)  # type: ignore[arg-type]
-        with pytest.raises(FeedUnread):
+        await reopen_intake(Restarted(world.engine), world.ledger, QUEUE)  # type: ignore[arg-type]
+        with pytest.raises(FeedDetached):
             await world.engine.submit([keyed("order-7")])
         async with submitting(world) as submitter:
             assert not (await submitter.submit(keyed("order-7"))).duplicate
@@ -218,15 +220,15 @@ async def test_a_server_that_changes_its_name_keeps_its_callers(
     master, replica = make_redis(repl_backlog_ttl="1", **QUICK), make_redis()
     async with World(master.url, postgres_url, namespace) as world, submitting(world) as one:
         await one.submit(keyed("a"))
-        name = await world.engine.incarnation(QUEUE)
+        name = await world.engine.epoch(QUEUE)
         await follow(replica, master)
         replica.kill()
 
         async def renamed() -> bool:
-            return await world.engine.incarnation(QUEUE) != name
+            return await world.engine.epoch(QUEUE) != name
 
         await until(renamed, "it has another name")
-        sibling = world.engine.sibling()
+        sibling = world.engine.clone()
         await sibling.open()
         async with submitting(world, sibling) as other:
             for number in range(5):
@@ -259,7 +261,7 @@ async def test_an_admission_ends_when_it_is_told_to(tmp_path: Path) -> None:
     engine = SqliteEngine(tmp_path / "jobs.db", EngineOptions(), SystemClock())
     await engine.open()
     deaf = Deaf()
-    admission = asyncio.create_task(admit(engine, deaf, QUEUE))  # type: ignore[arg-type]
+    admission = asyncio.create_task(reopen_intake(engine, deaf, QUEUE))  # type: ignore[arg-type]
     await deaf.asked.wait()
     admission.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -270,7 +272,7 @@ async def test_an_admission_ends_when_it_is_told_to(tmp_path: Path) -> None:
 
 async def test_without_a_ledger_nobody_asks(make_redis: MakeServer, namespace: str) -> None:
     server = make_redis(appendonly="yes", appendfsync="always")
-    engine = RedisEngine(server.url, Names(namespace=namespace), EngineOptions())
+    engine = RedisEngine(server.url, KeyNames(namespace=namespace), EngineOptions())
     await engine.open()
     (first,) = await engine.submit([keyed("order-7")])
     server.kill()

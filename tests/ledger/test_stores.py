@@ -12,21 +12,19 @@ import asyncpg
 import pytest
 from sqlalchemy import select, text
 
-from holdfast.chaos.servers import free_port
 from holdfast.clock import SystemClock
-from holdfast.engine.sqlite.store import Place
+from holdfast.core.job import JobKey
+from holdfast.core.text import clean, decode_text
 from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.owner import engine_name
-from holdfast.ledger.postgres.guard import guard_for
-from holdfast.ledger.postgres.ledger import PostgresLedger
-from holdfast.ledger.postgres.news import NOTIFY, payload
-from holdfast.ledger.postgres.store import Address, Connection, PostgresStore, StoreOptions
-from holdfast.ledger.schema import ledger_owner
-from holdfast.ledger.sqlite import guard as sqlite_guard
-from holdfast.ledger.sqlite.files import prepare_ledger
-from holdfast.ledger.sqlite.store import SqliteStore
-from holdfast.ledger.text import clean, decoded
+from holdfast.ledger.checks import engine_name
+from holdfast.ledger.postgres.ledger import PostgresLedger, owner_check
+from holdfast.ledger.postgres.notifications import NOTIFY, payload
+from holdfast.ledger.postgres.store import Connection, PostgresAddress, PostgresStore, StoreOptions
+from holdfast.ledger.sqlite import ledger as sqlite_guard
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
+from holdfast.schema import ledger_owner
+from holdfast.sqlite.connection import DatabaseFile
+from holdfast.verification.chaos.servers import free_port
 from tests.conftest import MakePostgres
 
 QUICK = StoreOptions(pool_size=2, connect_timeout_s=2, reply_timeout_s=1)
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.postgres
 
 
 def test_an_address_is_shown_without_its_password() -> None:
-    address = Address.parse("postgres://holdfast:p%40ss:w%2Frd@db.example:5433/led%20ger?sslmode=require")
+    address = PostgresAddress.parse("postgres://holdfast:p%40ss:w%2Frd@db.example:5433/led%20ger?sslmode=require")
     assert address.name == "postgresql://holdfast@db.example:5433/led ger"
     assert "p%40ss" in address.dsn
     assert "sslmode=require" in address.dsn
@@ -63,7 +61,7 @@ def test_a_bad_address_is_refused_without_its_password(url: str, says: str) -> N
 async def test_a_path_may_hold_anything(tmp_path: Path) -> None:
     store = _file(tmp_path / "a #?% b.db")
     await store.open()
-    async with store.readers.connect() as connection:
+    async with store.read_engine.connect() as connection:
         assert (await connection.execute(select(ledger_owner.c.namespace))).scalar_one() == "ours"
     await store.close()
 
@@ -76,7 +74,7 @@ async def test_cleaned_text_can_be_stored(postgres_url: str) -> None:
     store = PostgresStore(postgres_url)
     ((stored,),) = await store.fetch("SELECT $1::text", clean(nasty))
     assert stored == "a\ufffdb\ufffdc 😀 é"
-    ((stored,),) = await store.fetch("SELECT $1::text", decoded(b"\xff\0x"))
+    ((stored,),) = await store.fetch("SELECT $1::text", decode_text(b"\xff\0x"))
     assert stored == "\ufffd\ufffdx"
     await store.close()
 
@@ -256,7 +254,7 @@ async def test_a_closed_database_makes_no_new_connections(postgres_url: str) -> 
 
 
 async def test_a_closed_file_is_not_opened_by_those_who_still_write(tmp_path: Path) -> None:
-    store = SqliteStore(Place(str(tmp_path / "ledger.db")), prepare_ledger)
+    store = SqliteLedgerStore(DatabaseFile(str(tmp_path / "ledger.db")), prepare_ledger)
     await store.open()
     await store.close()
     with pytest.raises(LedgerUnavailable, match="has been closed"):
@@ -274,7 +272,7 @@ async def test_closing_does_not_wait_for_a_silent_server(
     ledger = PostgresLedger(PostgresStore(server.url))
     await ledger.open()
     await ledger.queries.jobs()
-    waiting = asyncio.create_task(ledger.projection.wait_present([JobKey("default", "default", "x")], 60_000))
+    waiting = asyncio.create_task(ledger.projection.wait_recorded([JobKey("default", "default", "x")], 60_000))
     await asyncio.sleep(0.2)
     server.pause()
     try:
@@ -351,13 +349,13 @@ async def test_who_waits_before_the_file_is_open_is_told(tmp_path: Path) -> None
 
 
 async def test_a_database_belongs_to_one_namespace(postgres_url: str) -> None:
-    ours = PostgresStore(postgres_url, QUICK, guard_for("ours"))
+    ours = PostgresStore(postgres_url, QUICK, owner_check("ours"))
     assert await ours.transact(_one) == 1
-    theirs = PostgresStore(postgres_url, QUICK, guard_for(""))
+    theirs = PostgresStore(postgres_url, QUICK, owner_check(""))
     for attempt in (theirs.transact(_one), _read(theirs)):
         with pytest.raises(InvalidOption, match=r"belongs to namespace ours, this is .the default one."):
             await attempt
-    again = ours.sibling()
+    again = ours.clone()
     assert await again.transact(_one) == 1
     for store in (ours, theirs, again):
         await store.close()
@@ -379,11 +377,11 @@ async def test_another_engine_of_the_same_namespace_is_warned_of(
     async def opened_with(engine: str) -> str:
         caplog.clear()
         if ledger_url.startswith("sqlite"):
-            path = Place(ledger_url.removeprefix("sqlite:///"))
-            guard = sqlite_guard.guard_for("mine", SystemClock(), engine)
-            store: SqliteStore | PostgresStore = SqliteStore(path, prepare_ledger, guard)
+            path = DatabaseFile(ledger_url.removeprefix("sqlite:///"))
+            guard = sqlite_guard.owner_check("mine", SystemClock(), engine)
+            store: SqliteLedgerStore | PostgresStore = SqliteLedgerStore(path, prepare_ledger, guard)
         else:
-            store = PostgresStore(ledger_url, QUICK, guard_for("mine", engine))
+            store = PostgresStore(ledger_url, QUICK, owner_check("mine", engine))
         await store.open()
         await store.close()
         return caplog.text
@@ -405,7 +403,7 @@ def test_the_hosts_of_an_engine_have_no_order() -> None:
 
 
 async def test_a_database_without_tables_is_a_schema_mismatch(empty_postgres_url: str) -> None:
-    store = PostgresStore(empty_postgres_url, QUICK, guard_for(""))
+    store = PostgresStore(empty_postgres_url, QUICK, owner_check(""))
     for attempt in (store.transact(_one), store.execute("SELECT 1"), _read(store)):
         with pytest.raises(SchemaMismatch, match=r"has no tables of holdfast yet.*run `holdfast migrate up`"):
             await attempt
@@ -416,7 +414,7 @@ async def test_a_newer_database_is_a_schema_mismatch(postgres_url: str) -> None:
     store = PostgresStore(postgres_url, QUICK)
     await store.execute("UPDATE holdfast_version SET version_num = '0999'")
     await store.close()
-    store = PostgresStore(postgres_url, QUICK, guard_for(""))
+    store = PostgresStore(postgres_url, QUICK, owner_check(""))
     with pytest.raises(SchemaMismatch, match=r"is at version 0999.*upgrade holdfast here"):
         await store.execute("SELECT 1")
     await store.close()
@@ -432,7 +430,7 @@ async def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 async def test_a_query_does_not_make_a_file(tmp_path: Path) -> None:
     store = _file(tmp_path / "ledger.db")
     with pytest.raises(LedgerUnavailable):
-        async with store.readers.connect() as connection:
+        async with store.read_engine.connect() as connection:
             await connection.execute(text("SELECT 1 FROM jobs"))
     assert not store.path.exists()
     await store.close()
@@ -442,7 +440,7 @@ async def test_a_query_cannot_write(tmp_path: Path) -> None:
     store = _file(tmp_path / "ledger.db")
     await store.open()
     with pytest.raises(LedgerUnavailable, match="readonly"):
-        async with store.readers.begin() as connection:
+        async with store.read_engine.begin() as connection:
             await connection.execute(text("DELETE FROM jobs"))
     await store.close()
 
@@ -461,9 +459,11 @@ async def _slow(connection: Connection) -> None:
 
 
 async def _read(store: PostgresStore) -> None:
-    async with store.readers.connect() as connection:
+    async with store.read_engine.connect() as connection:
         await connection.execute(text("SELECT 1"))
 
 
-def _file(path: Path, namespace: str = "ours") -> SqliteStore:
-    return SqliteStore(Place(str(path)), prepare_ledger, sqlite_guard.guard_for(namespace, SystemClock()))
+def _file(path: Path, namespace: str = "ours") -> SqliteLedgerStore:
+    return SqliteLedgerStore(
+        DatabaseFile(str(path)), prepare_ledger, sqlite_guard.owner_check(namespace, SystemClock())
+    )

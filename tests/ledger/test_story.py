@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
-from holdfast.core.job import Ask, Consent, Envelope, Event, JobView, Meta, Priority
+from holdfast.core.job import Approval, ApprovalRequest, Envelope, Event, JobInfo, Meta, Priority
+from holdfast.core.rebuild import IncompleteHistory, rebuild_job
 from holdfast.core.retry import Retry
 from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, RESTORED_EVENT, State
-from holdfast.core.story import BrokenStory, fold
-from holdfast.testing.machine import EngineMachine
+from holdfast.testing.state_machine import EngineMachine
 from tests.contract.test_engine_model import EngineWorld
 from tests.harness import RedisHarness, SqliteHarness
 
@@ -32,7 +32,7 @@ class StoryMachine(EngineMachine):
 
     aged = False
 
-    def _envelope(self, number: int, priority: Priority, ask: Ask | None, **fields: Any) -> Envelope:
+    def _envelope(self, number: int, priority: Priority, ask: ApprovalRequest | None, **fields: Any) -> Envelope:
         envelope = super()._envelope(number, priority, ask, **fields)
         policy = msgspec.structs.replace(envelope.meta, retry=Retry(max_retries=number), context={"n": number})
         return msgspec.structs.replace(envelope, meta=policy, trace_id=f"trace-{number}")
@@ -46,7 +46,7 @@ class StoryMachine(EngineMachine):
         now_ms = self._run(self.engine.now_ms())
         for view in views:
             if view is not None and view.state not in FINAL:
-                told = fold(self.queue, stories[view.job_id])
+                told = rebuild_job(self.queue, stories[view.job_id])
                 expected, found = seen(view, now_ms), seen(told, now_ms)
                 if self.aged and self.model.now:
                     # Redis's clock cannot be moved: what waits was made older instead, and the feed does not know.
@@ -55,7 +55,7 @@ class StoryMachine(EngineMachine):
                 assert told.meta.lost_leases >= view.meta.lost_leases >= 0
 
 
-def seen(view: JobView, now_ms: int) -> dict[str, Any]:
+def seen(view: JobInfo, now_ms: int) -> dict[str, Any]:
     """What matters for a job that is to be put back, told alike by engine and fold."""
     meta = view.meta
     return {
@@ -125,13 +125,13 @@ def created(**data: Any) -> Event:
 
 
 def test_a_story_without_a_beginning_is_refused() -> None:
-    with pytest.raises(BrokenStory):
-        fold("q", [])
-    with pytest.raises(BrokenStory):
-        fold("q", [move(State.QUEUED, State.RUNNING)])
+    with pytest.raises(IncompleteHistory):
+        rebuild_job("q", [])
+    with pytest.raises(IncompleteHistory):
+        rebuild_job("q", [move(State.QUEUED, State.RUNNING)])
     # What a projector writes that never saw the creation.
-    with pytest.raises(BrokenStory):
-        fold("q", [created(task="unknown", payload="null")])
+    with pytest.raises(IncompleteHistory):
+        rebuild_job("q", [created(task="unknown", payload="null")])
 
 
 def test_after_a_fork_the_job_is_where_the_engine_woke_up() -> None:
@@ -143,7 +143,7 @@ def test_after_a_fork_the_job_is_where_the_engine_woke_up() -> None:
         move(State.RUNNING, State.QUEUED, FORKED_EVENT, attempt=0),
         move(State.QUEUED, State.RUNNING, attempt=1, worker="b"),
     ]
-    view = fold("q", story)
+    view = rebuild_job("q", story)
     assert (view.state, view.attempt, view.meta.retry_count, view.meta.history) == (State.RUNNING, 1, 0, ())
 
 
@@ -157,7 +157,7 @@ def test_after_a_fork_in_the_same_state_the_job_is_in_its_earlier_attempt() -> N
         move(State.RUNNING, State.RETRYING, attempt=2, retry_count=2, data=failed),
         move(State.RETRYING, State.RETRYING, FORKED_EVENT, attempt=1, retry_count=1),
     ]
-    view = fold("q", story)
+    view = rebuild_job("q", story)
     assert (view.state, view.attempt, view.meta.retry_count) == (State.RETRYING, 1, 1)
     assert [attempt.number for attempt in view.meta.history] == [1]
 
@@ -168,24 +168,24 @@ def test_a_restored_job_goes_on_from_where_it_was() -> None:
         move(State.QUEUED, State.RUNNING, attempt=1, worker="a"),
         move(State.RUNNING, State.QUEUED, RESTORED_EVENT, attempt=1),
     ]
-    view = fold("q", story)
+    view = rebuild_job("q", story)
     assert (view.state, view.attempt, view.worker, view.meta.lost_leases) == (State.QUEUED, 1, "", 0)
     later = [*story, move(State.QUEUED, State.RUNNING, attempt=2, worker="b"), move(None, None, "task.heartbeat")]
-    assert fold("q", later).attempt == 2
+    assert rebuild_job("q", later).attempt == 2
 
 
 def test_a_policy_travels_as_it_was_submitted() -> None:
     meta = Meta(retry=Retry(max_retries=7), max_retries=3, context={"a": [1]})
     text = msgspec.json.encode(meta).decode()
     for given in (text, msgspec.json.decode(text)):
-        view = fold("q", [created(meta=given, priority=2)])
+        view = rebuild_job("q", [created(meta=given, priority=2)])
         assert view.meta == msgspec.structs.replace(meta, priority=2)
 
 
 # People --------------------------------------------------------------------------------------------
 
-ASK = Ask(approval_id="a1", payload_hash="h1", quorum=2)
-QUESTION = Ask(approval_id="a2", payload_hash="h2", name="ship?")
+ASK = ApprovalRequest(approval_id="a1", payload_hash="h1", quorum=2)
+QUESTION = ApprovalRequest(approval_id="a2", payload_hash="h2", name="ship?")
 
 
 def held() -> Event:
@@ -194,39 +194,39 @@ def held() -> Event:
     return move(None, State.WAITING_APPROVAL, "approval.requested", data=data)
 
 
-def approved(ask: Ask, at_ms: int = 5) -> Event:
-    consent = Consent(ask.approval_id, ("ann", "bob"), at_ms)
+def approved(ask: ApprovalRequest, at_ms: int = 5) -> Event:
+    consent = Approval(ask.approval_id, ("ann", "bob"), at_ms)
     data = {"actor": "bob", "reason": "", "consent": msgspec.to_builtins(consent)}
     return move(State.WAITING_APPROVAL, State.QUEUED, "approval.approved", data=data)
 
 
-def asks(ask: Ask) -> Event:
+def asks(ask: ApprovalRequest) -> Event:
     data = {"message": "?", "ask": msgspec.to_builtins(ask)}
     return move(State.RUNNING, State.WAITING_APPROVAL, "approval.requested", attempt=1, data=data)
 
 
 def test_what_people_are_asked_and_have_allowed_is_told() -> None:
     story = [held()]
-    assert fold("q", story).meta.ask == ASK
+    assert rebuild_job("q", story).meta.ask == ASK
     story += [approved(ASK)]
-    meta = fold("q", story).meta
+    meta = rebuild_job("q", story).meta
     assert (meta.ask, meta.cleared, meta.consents) == (None, "h1", None)
     story += [move(State.QUEUED, State.RUNNING, attempt=1, worker="w"), asks(QUESTION)]
-    assert fold("q", story).meta.ask == QUESTION
+    assert rebuild_job("q", story).meta.ask == QUESTION
     story += [approved(QUESTION)]
-    meta = fold("q", story).meta
+    meta = rebuild_job("q", story).meta
     assert (meta.ask, meta.cleared) == (None, "h1")
-    assert meta.consents == {"ship?": Consent("a2", ("ann", "bob"), 5)}
+    assert meta.consents == {"ship?": Approval("a2", ("ann", "bob"), 5)}
 
 
 def test_without_a_yes_nothing_is_allowed() -> None:
     withdrawn = move(State.WAITING_APPROVAL, State.QUEUED, "approval.withdrawn", data={"actor": "x"})
     for leaving in (withdrawn, approved(QUESTION)):
-        meta = fold("q", [held(), leaving]).meta
+        meta = rebuild_job("q", [held(), leaving]).meta
         assert (meta.ask, meta.cleared, meta.consents) == (None, "", None)
 
 
 def test_a_job_that_was_made_due_waits_no_more() -> None:
     story = [created(run_at_ms=50), move(None, None, EXPEDITED_EVENT)]
-    view = fold("q", story)
+    view = rebuild_job("q", story)
     assert (view.state, view.next_attempt_at_ms, view.meta.run_at_ms) == (State.QUEUED, 0, 0)

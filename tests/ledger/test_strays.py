@@ -16,10 +16,10 @@ from redis.asyncio import Redis
 
 from holdfast.core.states import State
 from holdfast.core.verdict import DeadLetter
-from holdfast.errors import FeedUnread, LedgerUnavailable
-from holdfast.ledger.port import Position
-from holdfast.upkeep import track
-from holdfast.upkeep.dead_letters import DeadLetters
+from holdfast.errors import FeedDetached, LedgerUnavailable
+from holdfast.ledger.port.ledger import FeedPosition
+from holdfast.upkeep import feed_cursor
+from holdfast.upkeep.dead_letters import DeadLetterConfirmer
 from tests.ledger.projection_rig import QUEUE, job, rows, story
 from tests.ledger.projector_world import FAILURE, World, state_of, until
 
@@ -31,7 +31,7 @@ _SOON_S = 20.0
 
 @pytest.fixture(autouse=True)
 def again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(track, "STRAYS_AGAIN_S", 0.1)
+    monkeypatch.setattr(feed_cursor, "ORPHAN_RECHECK_S", 0.1)
 
 
 @pytest.fixture
@@ -68,13 +68,13 @@ async def die(world: World) -> str:
     return dead
 
 
-async def read(world: World) -> Position:
+async def read(world: World) -> FeedPosition:
     """The ledger has all of the feed, and tells nothing."""
     projection = world.ledger.projection
     assert projection is not None
-    at = await projection.take(QUEUE, "another", 1)
+    at = await projection.acquire(QUEUE, "another", 1)
     assert at is not None
-    fresh = [entry for entry in await world.engine.feed(QUEUE, at.position, 100) if entry.position != at.position]
+    fresh = [entry for entry in await world.engine.read_feed(QUEUE, at.position, 100) if entry.position != at.position]
     return (await projection.project(QUEUE, "another", 1, at, fresh)).at
 
 
@@ -114,7 +114,7 @@ async def test_an_older_engine_takes_over_at_a_place_that_the_ledger_has_read(wo
     if state is State.DLQ_RECORDED:
         await world.engine.move(QUEUE, dead, state, actor="ledger", reason="the dead letter is recorded")
     before = await remembered(world)
-    assert await DeadLetters(world.engine, world.ledger).send(QUEUE) == 0
+    assert await DeadLetterConfirmer(world.engine, world.ledger).confirm_all(QUEUE) == 0
     await go_back(world, before)
     assert await state_of(world, dead) is state
     projector = await world.start()
@@ -144,7 +144,7 @@ async def test_a_stray_that_cannot_be_told_hinders_no_other(world: World, monkey
     ids = [await die(world) for _ in range(3)]
     projection = world.ledger.projection
     assert projection is not None
-    await projection.ack(await projection.unacked(QUEUE, 10))
+    await projection.ack_dead_letters(await projection.unacked_dead_letters(QUEUE, 10))
     move = world.engine.move
 
     async def break_down(queue: str, job_id: str, *arguments: Any, **options: Any) -> State:
@@ -153,9 +153,9 @@ async def test_a_stray_that_cannot_be_told_hinders_no_other(world: World, monkey
         return await move(queue, job_id, *arguments, **options)
 
     monkeypatch.setattr(world.engine, "move", break_down)
-    letters, at = DeadLetters(world.engine, world.ledger), await projection.position(QUEUE)
+    letters, at = DeadLetterConfirmer(world.engine, world.ledger), await projection.position(QUEUE)
     for _ in range(2):
-        assert await letters.strays(QUEUE, at) == []
+        assert await letters.find_orphans(QUEUE, at) == []
     assert [await state_of(world, job_id) for job_id in ids] == [State.FAILED, State.DLQ_PENDING, State.FAILED]
 
 
@@ -196,7 +196,7 @@ async def test_a_projector_opens_no_queue_without_its_keys(world: World) -> None
 
     await world.start(projector)
     await until(has_given_up, "it has tried in vain, twice")
-    with pytest.raises(FeedUnread):
+    with pytest.raises(FeedDetached):
         await world.submit(1, idempotency_key="order-7")
     assert world.ledger.projection is not None
     assert await world.ledger.projection.position(QUEUE) == at
@@ -205,7 +205,7 @@ async def test_a_projector_opens_no_queue_without_its_keys(world: World) -> None
     async def is_open() -> bool:
         try:
             await world.submit(1)
-        except FeedUnread:
+        except FeedDetached:
             return False
         return True
 

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from holdfast.ledger.queries import Queries
-from holdfast.ledger.schema import approvals
-from holdfast.ledger.verify import KEPT_FAULTS, Report, verify_ledger
+from holdfast.ledger.queries.jobs import Queries
+from holdfast.ledger.verify import KEPT_FAULTS, LedgerReport, verify_ledger
+from holdfast.schema import approvals
 from tests.ledger.stories import START, S, Told, opened, write
 
 FORKED: dict[str, Any] = {"type": "ledger.forked"}
@@ -47,17 +47,17 @@ async def ledger(ledger_url: str) -> AsyncIterator[AsyncEngine]:
 
 async def test_a_sound_ledger_passes_and_is_counted(ledger: AsyncEngine) -> None:
     report = await verify_ledger(Queries(ledger))
-    report.assert_sound()
+    report.assert_valid()
     assert (report.jobs, report.open_jobs) == (len(SOUND), 4)
     assert report.events == sum(len(told.events) for told in SOUND)
     assert (report.forks, report.restores, report.dead_letters, report.anomalies) == (1, 1, 1, 0)
     with pytest.raises(AssertionError, match="4 of 11 jobs in the ledger have no final event"):
-        report.assert_sound(ended=True)
+        report.assert_valid(ended=True)
 
 
 async def test_an_empty_ledger_is_sound(ledger_url: str) -> None:
     async with opened(ledger_url) as engine:
-        assert (await verify_ledger(Queries(engine))) == Report()
+        assert (await verify_ledger(Queries(engine))) == LedgerReport()
 
 
 OF = "job_id = '{}' AND tenant_id = 'default' AND queue = 'default'"
@@ -119,7 +119,7 @@ async def test_damage_is_found(ledger: AsyncEngine, statements: list[str], compl
     assert complaint in "\n".join(str(fault) for fault in report.faults)
     assert {fault.key.job_id for fault in report.faults} <= {"succeeded", "failed"}
     with pytest.raises(AssertionError, match="the ledger is not sound"):
-        report.assert_sound()
+        report.assert_valid()
     since_later = await verify_ledger(Queries(ledger), since=START + timedelta(hours=1))
     assert since_later.ok
 
@@ -131,7 +131,7 @@ async def test_a_decided_dead_letter_outlives_its_job(ledger: AsyncEngine) -> No
         await connection.execute(
             text("UPDATE dlq_items SET status = 'discarded', requested_by = 'a', confirmed_by = 'b'")
         )
-    (await verify_ledger(Queries(ledger))).assert_sound()
+    (await verify_ledger(Queries(ledger))).assert_valid()
 
 
 async def test_only_new_jobs_are_read_when_asked(ledger: AsyncEngine) -> None:
@@ -203,7 +203,7 @@ async def decided(ledger: AsyncEngine) -> AsyncEngine:
 
 async def test_decisions_that_their_jobs_know_of_are_sound(decided: AsyncEngine) -> None:
     report = await verify_ledger(Queries(decided))
-    report.assert_sound()
+    report.assert_valid()
     assert report.approvals == len(ASKED)
 
 

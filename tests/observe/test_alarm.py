@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from holdfast import Holdfast
-from holdfast.engine.port import Control
+from holdfast import Holdfast, schema
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger import schema
 from holdfast.testing import drain
-from holdfast.upkeep.alarm import Alarm
-from holdfast.upkeep.loop import Queues
+from holdfast.upkeep.backlog_monitor import BacklogMonitor
+from holdfast.upkeep.loop import QueueSelection
 from holdfast.upkeep.upkeep import Upkeep
 from holdfast.worker.worker import Worker
 from tests.observe.support import eventually, scrape
@@ -48,8 +47,10 @@ async def app(urls: dict[str, str], namespace: str) -> AsyncIterator[Holdfast]:
         yield app
 
 
-def watch(app: Holdfast, *, ledger: bool = True) -> Alarm:
-    return Alarm(app.engine, Queues(app.engine, ()), app.settings, app.ledger_port if ledger else None)
+def watch(app: Holdfast, *, ledger: bool = True) -> BacklogMonitor:
+    return BacklogMonitor(
+        app.engine, QueueSelection(app.engine, ()), app.settings, app.ledger_backend if ledger else None
+    )
 
 
 async def fill(app: Holdfast, number: int) -> None:
@@ -77,7 +78,7 @@ async def test_raised_once_and_cleared_well_below(app: Holdfast, caplog: pytest.
     watchers = [watch(app) for _ in range(3)]
 
     async def look() -> None:
-        await asyncio.gather(*(watcher.look() for watcher in watchers))
+        await asyncio.gather(*(watcher.check() for watcher in watchers))
 
     await fill(app, 9)
     await look()
@@ -110,38 +111,38 @@ async def test_raised_once_and_cleared_well_below(app: Holdfast, caplog: pytest.
 
 async def test_an_operator_s_threshold_goes_before_the_setting(app: Holdfast) -> None:
     await fill(app, 12)
-    await app.engine.set_control("default", Control(backlog_alert=20))
+    await app.engine.set_control("default", QueueControl(backlog_alert=20))
     watcher = watch(app)
-    await watcher.look()
+    await watcher.check()
     assert await events(app) == []
-    await app.engine.set_control("default", Control(backlog_alert=5))
-    await watcher.look()
+    await app.engine.set_control("default", QueueControl(backlog_alert=5))
+    await watcher.check()
     assert [kind for kind, *_ in await events(app)] == ["alert.backlog"]
 
 
 async def test_an_alert_that_somebody_raised_and_died_is_cleared_by_the_others(app: Holdfast) -> None:
     await fill(app, 10)
-    await watch(app).look()
+    await watch(app).check()
     await drain(app)
     app.engine.counts.alerts.clear()
-    await watch(app).look()
+    await watch(app).check()
     assert [kind for kind, *_ in await events(app)] == ["alert.backlog", "alert.backlog_cleared"]
 
 
 async def test_while_the_ledger_is_away_it_waits(app: Holdfast, monkeypatch: pytest.MonkeyPatch) -> None:
     await fill(app, 10)
     watcher = watch(app)
-    assert app.ledger_port is not None
-    people = type(app.ledger_port.people)
+    assert app.ledger_backend is not None
+    people = type(app.ledger_backend.operators)
     with monkeypatch.context() as away:
 
         async def refuse(*_: object) -> bool:
             raise LedgerUnavailable("gone")
 
         away.setattr(people, "raise_alert", refuse)
-        await watcher.look()
+        await watcher.check()
     assert await events(app) == []
-    await watcher.look()
+    await watcher.check()
     assert [kind for kind, *_ in await events(app)] == ["alert.backlog"]
 
 
@@ -153,11 +154,11 @@ async def test_without_a_ledger_the_process_tells_for_itself(
         watcher = watch(app, ledger=False)
         await fill(app, 3)
         for _ in range(3):
-            await watcher.look()
+            await watcher.check()
         assert (await scrape(app))[f'alerts_standing{{alert="{KEY}"}}'] == 1
         await drain(app)
         for _ in range(3):
-            await watcher.look()
+            await watcher.check()
         assert f'alerts_standing{{alert="{KEY}"}}' not in await scrape(app)
     said = [record.levelname for record in caplog.records if record.name == "holdfast.alarm"]
     assert said == ["WARNING", "INFO"]
@@ -166,15 +167,15 @@ async def test_without_a_ledger_the_process_tells_for_itself(
 async def test_no_threshold_no_alert(redis_url: str, namespace: str) -> None:
     async with make(redis_url, namespace) as app:
         await fill(app, 100)
-        await watch(app).look()
+        await watch(app).check()
         assert not app.engine.counts.alerts
 
 
 @pytest.mark.parametrize("keeper", ["worker", "upkeep"])
 async def test_workers_and_upkeep_watch(app: Holdfast, keeper: str) -> None:
-    await app.engine.set_control("default", Control(paused=True))
+    await app.engine.set_control("default", QueueControl(paused=True))
     await fill(app, 10)
-    worker, upkeep = Worker(app), Upkeep(app.engine, [], app.settings, app.ledger_port)
+    worker, upkeep = Worker(app), Upkeep(app.engine, [], app.settings, app.ledger_backend)
     running = asyncio.create_task(worker.run() if keeper == "worker" else upkeep.run())
 
     async def raised() -> Any:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from holdfast import Fatal, Holdfast
 from holdfast.errors import Denied, EngineUnavailable, HoldfastError, InvalidOption, UsageError
 from holdfast.http.problems import BadRequest, problem_of
-from holdfast.webhooks.messages import Delivery
-from holdfast.webhooks.seal import sealed
-from holdfast.worker.postman import _PostOffice
+from holdfast.webhooks.deliveries import WebhookDelivery, sign_payload
+from holdfast.worker.webhook_worker import _WebhookApp
 from tests.observe.support import scrape
 
 _secret = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=14, max_size=30).map(lambda s: f"Zq{s}")
@@ -49,11 +48,11 @@ class FakeSender:
 
 async def test_webhooks_are_counted() -> None:
     async with Holdfast("sqlite://") as app:
-        office = _PostOffice(app.engine, app.settings, FakeSender())  # type: ignore[arg-type]
-        delivery = Delivery(
+        office = _WebhookApp(app.engine, app.settings, FakeSender())  # type: ignore[arg-type]
+        delivery = WebhookDelivery(
             url="https://x", webhook_id="w", type="job.succeeded", body="{}", tenant_id="a", trace_id=""
         )
-        arguments = msgspec.json.decode(sealed(app.settings, delivery))
+        arguments = msgspec.json.decode(sign_payload(app.settings, delivery))
         for _ in range(2):
             with pytest.raises(Fatal):
                 await office._deliver(**arguments)

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast import Fatal, Holdfast
-from holdfast.cli.logs import JsonLines
 from holdfast.core.job import Claim, Lease, Meta
 from holdfast.core.states import State
-from holdfast.observe.current import about, current
+from holdfast.observe.log_formats import JsonFormatter
+from holdfast.observe.logs import current_claim, log_fields
 from holdfast.testing import drain
 
 SECRET = "hunter2-Zx9q"
@@ -34,7 +34,7 @@ def lines() -> Iterator[io.StringIO]:
     """Everything that is logged, as JSON lines."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     level = root.level
     root.addHandler(handler)
@@ -62,12 +62,12 @@ def test_a_line_has_time_level_logger_message_and_what_was_added(lines: io.Strin
 
 
 def test_a_line_inside_a_run_names_the_job(lines: io.StringIO) -> None:
-    token = current.set(a_claim())
+    token = current_claim.set(a_claim())
     logging.getLogger("shop").info("now")
-    current.reset(token)
+    current_claim.reset(token)
     logging.getLogger("shop").info("later")
     inside, after = documents(lines)
-    assert {name: inside[name] for name in about(a_claim())} == {
+    assert {name: inside[name] for name in log_fields(a_claim())} == {
         "trace_id": "t-1",
         "job_id": "j1",
         "task": "send",
@@ -143,18 +143,18 @@ async def test_a_secret_in_an_error_is_nowhere(app_on: Any, lines: io.StringIO, 
         await task.submit()
     await drain(app)
     views = await app.engine.find("default", [State.SUSPENDED], 10)
-    feed = await app.engine.feed("default", "", 100)
+    feed = await app.engine.read_feed("default", "", 100)
     assert len(views) == 1
     told = [*map(msgspec.json.encode, views), *map(msgspec.json.encode, feed)]
-    if app.ledger_port is not None:
+    if app.ledger_backend is not None:
         page = await app.ledger.queries.jobs()
         for row in page.jobs:
-            from holdfast.ledger.keys import JobKey
+            from holdfast.core.job import JobKey
 
             key = JobKey(row.tenant_id, row.queue, row.job_id)
             told += [
-                repr(await app.ledger.queries.story(key)).encode(),
-                repr(await app.ledger.queries.dead_letter(key)).encode(),
+                repr(await app.ledger.queries.events(key)).encode(),
+                repr(await app.ledger.queries.dead_letter_of(key)).encode(),
             ]
         assert len(page.jobs) == 3
     assert any(b"***" in text for text in told)

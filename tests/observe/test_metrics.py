@@ -15,19 +15,20 @@ from redis.asyncio import Redis
 from holdfast import Fatal, Holdfast, Retry
 from holdfast.core.job import Claim, Lease, Meta
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, Hold, Release, Settlement, Succeed, Verdict
-from holdfast.engine.port import Control, RetryVia
+from holdfast.core.verdict import Hold, Release, Settlement, SettleResult, Succeed, Verdict
+from holdfast.engine.port.jobs import RetryVia
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable, IntakeRefused, InvalidOption, TransitionInvalid
-from holdfast.observe.counts import BOUNDS_S, Counts, Durations
-from holdfast.observe.scrape import serving
+from holdfast.execution.spec import TaskPolicy, TaskSpec
+from holdfast.observe.counters import BOUNDS_S, Counters, Histogram
+from holdfast.observe.prometheus import serve_metrics
 from holdfast.testing import drain
-from holdfast.upkeep.bookkeeping import Bookkeeping
-from holdfast.upkeep.loop import Queues
+from holdfast.upkeep.engine_tasks import Reclaimer
+from holdfast.upkeep.ledger_tasks import LedgerTasks
+from holdfast.upkeep.loop import QueueSelection
 from holdfast.upkeep.projector import Projector
-from holdfast.upkeep.reclaimer import Reclaimer
-from holdfast.worker.plan import Plan, Policy
-from holdfast.worker.run import Run
-from holdfast.worker.tally import count_runs
+from holdfast.worker.in_flight import Run
+from holdfast.worker.settler import record_durations
 from holdfast.worker.worker import Worker
 from tests.observe.support import eventually, fetch, scrape
 
@@ -87,7 +88,7 @@ async def lose_a_lease(app: Holdfast) -> None:
         return (await app.engine.get(QUEUE, [ghost.job_id]))[0].state is State.SUCCEEDED  # type: ignore[union-attr]
 
     await eventually(taken_over, "the job to be taken over")
-    assert await app.engine.settle([Settlement(ghost, Succeed(b"1"), 0)]) == [Answer.STALE]
+    assert await app.engine.settle([Settlement(ghost, Succeed(b"1"), 0)]) == [SettleResult.STALE]
 
 
 async def drain_all(app: Holdfast, retries: int) -> None:
@@ -113,7 +114,7 @@ async def test_the_numbers_are_exactly_what_happened(app: Holdfast) -> None:
     waiting = await submit(app, "patient")
     await drain(app)
     await app.engine.move(QUEUE, waiting, State.DLQ_PENDING, actor="ada", reason="hopeless")
-    await app.engine.set_control(QUEUE, Control(intake_paused=True, backlog_alert=50))
+    await app.engine.set_control(QUEUE, QueueControl(intake_paused=True, backlog_alert=50))
     with pytest.raises(IntakeRefused):
         await submit(app, "ok")
 
@@ -221,7 +222,7 @@ async def test_a_look_for_lost_leases_that_fails_is_counted(app: Holdfast, monke
         raise EngineUnavailable("gone")
 
     monkeypatch.setattr(app.engine, "reclaim", refuse)
-    reclaimer = Reclaimer(app.engine, Queues(app.engine, [QUEUE]), app.settings, "r")
+    reclaimer = Reclaimer(app.engine, QueueSelection(app.engine, [QUEUE]), app.settings, "r")
     for _ in range(2):
         with pytest.raises(EngineUnavailable):
             await reclaimer._turn()
@@ -249,8 +250,8 @@ async def test_how_far_the_ledger_is_behind(redis_url: str, ledger_url: str, nam
         assert seen["ledger_up"] == 1
         assert seen[f'feed_lag_entries{{queue="{QUEUE}"}}'] == 3
         assert 0.05 <= seen[f'feed_lag_seconds{{queue="{QUEUE}"}}'] < 20
-        assert app.ledger_port is not None
-        bookkeeping = Bookkeeping(app.engine, app.ledger_port, app.settings, name="b")
+        assert app.ledger_backend is not None
+        bookkeeping = LedgerTasks(app.engine, app.ledger_backend, app.settings, name="b")
         bookkeeping.start()
         try:
 
@@ -270,10 +271,10 @@ async def test_dead_letters_that_wait_for_the_engine_are_told_by_tenant(
         for tenant in ("acme", "acme", "globex"):
             await submit(app, "hopeless", tenant_id=tenant)
         await drain(app)
-        assert app.ledger_port is not None
-        projector = Projector(app.engine, app.ledger_port, name="p")
+        assert app.ledger_backend is not None
+        projector = Projector(app.engine, app.ledger_backend, name="p")
         # The engine is not told: it does not answer that question.
-        monkeypatch.setattr(projector._letters, "send", lambda _: asyncio.sleep(0, 1))
+        monkeypatch.setattr(projector._letters, "confirm_all", lambda _: asyncio.sleep(0, 1))
         running = asyncio.create_task(projector.run())
         try:
 
@@ -301,7 +302,7 @@ async def test_only_metrics_are_served(app: Holdfast) -> None:
     async def text() -> tuple[bytes, str]:
         return b"x 1\n", "text/plain"
 
-    async with serving("127.0.0.1", 0, text) as port:
+    async with serve_metrics("127.0.0.1", 0, text) as port:
         assert (await fetch(port, "/"))[0].startswith("HTTP/1.1 404")
         assert (await fetch(port, method="POST"))[0].startswith("HTTP/1.1 405")
         assert await fetch(port, method="HEAD") != await fetch(port)
@@ -315,24 +316,28 @@ async def test_only_metrics_are_served(app: Holdfast) -> None:
                 await writer.wait_closed()
         assert (await fetch(port))[1] == "x 1\n"
         with pytest.raises(InvalidOption, match=str(port)):
-            async with serving("127.0.0.1", port, text):
+            async with serve_metrics("127.0.0.1", port, text):
                 pass
 
 
 def test_only_what_the_engine_has_applied_is_a_run() -> None:
-    counts = Counts()
+    counts = Counters()
     claim = Claim(Lease("q", "j", "1", 1, "w"), "t", b"{}", "a", "k", "t", 1, 0, 0, Meta())
     verdicts: list[Verdict] = [Succeed(b"1"), Succeed(b"1"), Succeed(b"1"), Release("given back"), Hold("ask")]
-    runs = [Run(claim, Plan("t", lambda: None, Policy())) for _ in verdicts]
+    runs = [Run(claim, TaskSpec("t", lambda: None, TaskPolicy())) for _ in verdicts]
     for run, verdict in zip(runs, verdicts, strict=True):
         run.settlement, run.took_s = Settlement(claim, verdict, 0), 0.5
-    count_runs(counts, runs, [Answer.APPLIED, Answer.STALE, Answer.ALREADY, Answer.APPLIED, Answer.APPLIED])
+    record_durations(
+        counts,
+        runs,
+        [SettleResult.APPLIED, SettleResult.STALE, SettleResult.ALREADY, SettleResult.APPLIED, SettleResult.APPLIED],
+    )
     assert (sum(counts.run_succeeded.buckets), counts.run_succeeded.total_s) == (1, 0.5)
     assert sum(counts.run_retried.buckets) + sum(counts.run_dead.buckets) == 0
 
 
 def test_a_run_time_is_in_the_bucket_that_prometheus_means() -> None:
-    durations = Durations()
+    durations = Histogram()
     durations.add([BOUNDS_S[-1] + 1, 0, BOUNDS_S[0], math.nextafter(BOUNDS_S[0], 1), BOUNDS_S[-1]])
     durations.add([0.0])
     assert durations.buckets == [3, 1, *[0] * (len(BOUNDS_S) - 3), 1, 1]

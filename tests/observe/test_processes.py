@@ -10,11 +10,12 @@ from typing import TypeVar
 import pytest
 
 from holdfast import Settings, State
-from holdfast.chaos.redis_nodes import quiet_port
-from holdfast.chaos.servers import free_port
 from holdfast.core.job import Envelope, new_job_ids
-from holdfast.engine.factory import build_engine
-from holdfast.engine.port import Control, Engine
+from holdfast.engine.port import Engine
+from holdfast.engine.port.operators import QueueControl
+from holdfast.factory import build_engine
+from holdfast.verification.chaos.redis_nodes import quiet_port
+from holdfast.verification.chaos.servers import free_port
 from tests.cli.harness import SAMPLE_APP, Shell, environment, eventually
 from tests.observe.support import fetch, samples
 
@@ -100,7 +101,7 @@ def test_concurrency_set_while_they_run_is_seen_by_all_workers_within_seconds(sh
         eventually(lambda: running() == 2, what="one job in each process")
 
         async def change(engine: Engine) -> None:
-            await engine.set_control("default", Control(concurrency=3))
+            await engine.set_control("default", QueueControl(concurrency=3))
 
         with_engine(shell, change)
         eventually(lambda: running() == 6, what="three jobs in each process", within_s=10)

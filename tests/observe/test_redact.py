@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast import Settings
 from holdfast.errors import InvalidOption
 from holdfast.observe import redact as module
-from holdfast.observe.redact import BLOT, bounded, redact, redact_also, redacted
+from holdfast.observe.redact import MASK, add_redaction_rules, redact, redact_and_truncate, redact_value
 
 SECRET = "hunter2-Zx9q"
 KEY_BODY = "MIIEpAIBAAKCAQEA7" + "c3Rvbmc" * 20
@@ -52,7 +52,7 @@ KEY_BODY = "MIIEpAIBAAKCAQEA7" + "c3Rvbmc" * 20
 def test_a_secret_is_blotted_out(text: str) -> None:
     shown = redact(text)
     assert SECRET not in shown
-    assert BLOT in shown
+    assert MASK in shown
 
 
 @pytest.mark.parametrize("key", ["AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE"])
@@ -108,8 +108,8 @@ def test_no_secret_survives_whatever_is_around_it(secret: str, form: str, before
     if secret in before + after:
         return
     assert secret not in redact(text)
-    assert secret not in bounded(text, 2_000)
-    assert secret not in json.dumps(redacted({"message": text, "deep": [{"list": [text]}]}))
+    assert secret not in redact_and_truncate(text, 2_000)
+    assert secret not in json.dumps(redact_value({"message": text, "deep": [{"list": [text]}]}))
 
 
 @given(
@@ -117,23 +117,23 @@ def test_no_secret_survives_whatever_is_around_it(secret: str, form: str, before
 )
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_values_under_telling_names_go_whatever_they_look_like(secret: str, name: str) -> None:
-    assert redacted({name: {"nested": [secret]}, "ok": 1}) == {name: BLOT, "ok": 1}
+    assert redact_value({name: {"nested": [secret]}, "ok": 1}) == {name: MASK, "ok": 1}
 
 
 def test_values_of_other_kinds_are_looked_into_up_to_a_depth() -> None:
     deep: object = f"password={SECRET}"
     for _ in range(100):
         deep = [deep]
-    assert SECRET not in str(redacted(deep))
-    assert redacted((1, 2.5, None, True, {3})) == [1, 2.5, None, True, [3]]
-    assert SECRET not in redacted(ValueError(f"token={SECRET}"))
+    assert SECRET not in str(redact_value(deep))
+    assert redact_value((1, 2.5, None, True, {3})) == [1, 2.5, None, True, [3]]
+    assert SECRET not in redact_value(ValueError(f"token={SECRET}"))
 
 
 @pytest.mark.parametrize("end", [False, True])
 def test_a_huge_text_is_cut_first_and_no_half_secret_is_left(end: bool) -> None:
     near = f"redis://app:{SECRET}@cache " * 20_000
     began = time.thread_time()
-    shown = bounded(near, 500, end=end)
+    shown = redact_and_truncate(near, 500, end=end)
     assert len(shown) <= 500
     assert SECRET[:6] not in shown
     assert time.thread_time() - began < 1
@@ -151,7 +151,7 @@ def test_no_text_takes_long(piece: str) -> None:
 
 def test_a_private_key_that_was_cut_in_the_middle_is_not_shown() -> None:
     text = f"-----BEGIN PRIVATE KEY-----\n{KEY_BODY}"
-    assert KEY_BODY[:20] not in bounded(text, 100)
+    assert KEY_BODY[:20] not in redact_and_truncate(text, 100)
 
 
 @pytest.fixture
@@ -162,10 +162,10 @@ def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("own_rules")
 def test_the_setting_adds_names_and_expressions() -> None:
     assert redact("iban=DE02 order-4711") == "iban=DE02 order-4711"
-    redact_also(Settings.load(redact=["iban", r"order-\d+"]).redact)
-    redact_also(["iban"])
+    add_redaction_rules(Settings.load(redact=["iban", r"order-\d+"]).redact)
+    add_redaction_rules(["iban"])
     assert redact("iban=DE02 order-4711") == "iban=*** ***"
-    assert redacted({"customer_iban": "DE02"}) == {"customer_iban": BLOT}
+    assert redact_value({"customer_iban": "DE02"}) == {"customer_iban": MASK}
 
 
 @pytest.mark.parametrize("rule", ["(", "", "x*"])

@@ -12,10 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import Holdfast
-from holdfast.observe.counts import Counts, OutboxNumbers
-from holdfast.observe.families import Families, QueueSight, Sight
-from holdfast.observe.metrics import exposition
-from holdfast.triggers.counts import TriggerCounts
+from holdfast.observe.counters import Counters, OutboxStats
+from holdfast.observe.prometheus import MetricsCollector, QueueGauges, StoreGauges
+from holdfast.operations.metrics import render_metrics
+from holdfast.triggers.state import TriggerCounters
 from tests.servers import find_server
 from tools.servers import PROMTOOL
 
@@ -66,8 +66,8 @@ def alerts() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def full_sight() -> Sight:
-    queue = QueueSight(
+def full_sight() -> StoreGauges:
+    queue = QueueGauges(
         queue="q",
         streams={"stream:task": 1},
         task_stream="stream:task",
@@ -84,7 +84,7 @@ def full_sight() -> Sight:
         feed_lag_s=1.0,
     )
     one = {"acme": 1}
-    return Sight(
+    return StoreGauges(
         engine_up=True,
         queues=[queue],
         ledger_up=True,
@@ -97,8 +97,8 @@ def full_sight() -> Sight:
 
 def known_metrics() -> set[str]:
     """Every name of a sample that can be scraped."""
-    counts = Counts(triggers={"t": TriggerCounts("q", lag=1)}, outbox=OutboxNumbers())
-    families = Families("holdfast", counts, full_sight()).collect()
+    counts = Counters(triggers={"t": TriggerCounters("q", lag=1)}, outbox=OutboxStats())
+    families = MetricsCollector("holdfast", counts, full_sight()).collect()
     return {sample.name for family in families for sample in family.samples}
 
 
@@ -190,7 +190,7 @@ def test_the_reference_explains_every_metric_and_no_other() -> None:
 
 async def test_another_prefix() -> None:
     async with Holdfast("sqlite://", metrics_prefix="ingest") as app:
-        text, content_type = await exposition(app)
+        text, content_type = await render_metrics(app)
     families = list(text_string_to_metric_families(text.decode()))
     assert families
     # But for those with names that other programs know.

@@ -12,13 +12,12 @@ import pytest
 
 from holdfast import Deny, Holdfast
 from holdfast.brokers.memory import MemoryBroker
-from holdfast.ledger.trigger_book import Status
-from holdfast.observe.counts import Counts
-from holdfast.observe.families import Families, Sight
-from holdfast.observe.scrape import serving
+from holdfast.ledger.port.messages import ExecutionStatus
+from holdfast.observe.counters import Counters
+from holdfast.observe.prometheus import MetricsCollector, StoreGauges, serve_metrics
 from holdfast.triggers.config import TriggerEntry
-from holdfast.triggers.counts import TriggerCounts
-from holdfast.triggers.process import Triggers, TriggersReadiness
+from holdfast.triggers.service import TriggerService, TriggersReadiness
+from holdfast.triggers.state import TriggerCounters
 from tests.observe.support import eventually, fetch, scrape
 
 
@@ -51,7 +50,7 @@ def entry(namespace: str, name: str = "orders", **more: Any) -> TriggerEntry:
 
 
 @asynccontextmanager
-async def running(triggers: Triggers) -> AsyncIterator[None]:
+async def running(triggers: TriggerService) -> AsyncIterator[None]:
     task = asyncio.create_task(triggers.run())
     try:
         yield
@@ -81,7 +80,7 @@ async def test_the_numbers_are_exactly_what_happened(app: Holdfast, namespace: s
         (b"[]", "f"),
     ):
         broker.write("orders", body, {"x-dedup-key": key})
-    async with running(Triggers(app, [entry(namespace, concurrency=3)])):
+    async with running(TriggerService(app, [entry(namespace, concurrency=3)])):
 
         async def done() -> bool:
             return (await scrape(app)).get('queue_processing_duration_seconds_count{queue="orders"}') == 7
@@ -111,7 +110,7 @@ async def test_the_numbers_are_exactly_what_happened(app: Holdfast, namespace: s
 
 async def test_what_waits_while_nobody_takes_it(app: Holdfast, namespace: str) -> None:
     broker = MemoryBroker.named(namespace)
-    triggers = Triggers(app, [entry(namespace)])
+    triggers = TriggerService(app, [entry(namespace)])
     async with running(triggers):
 
         async def ready() -> bool:
@@ -129,19 +128,21 @@ async def test_what_waits_while_nobody_takes_it(app: Holdfast, namespace: str) -
 
 
 async def test_a_trigger_whose_metrics_are_off_is_not_told_of(app: Holdfast, namespace: str) -> None:
-    async with running(Triggers(app, [entry(namespace, metrics={"enabled": False})])):
+    async with running(TriggerService(app, [entry(namespace, metrics={"enabled": False})])):
         assert own(await scrape(app)) == {}
 
 
 def test_several_triggers_of_one_queue_are_told_together() -> None:
-    one, two, other = TriggerCounts("q", lag=3), TriggerCounts("q", lag=5), TriggerCounts("r")
+    one, two, other = TriggerCounters("q", lag=3), TriggerCounters("q", lag=5), TriggerCounters("r")
     for number, counts in enumerate((one, two, other), 1):
-        counts.consumed[Status.SUCCESS] = number
+        counts.consumed[ExecutionStatus.SUCCESS] = number
         counts.dedup_hits, counts.active_workers = number, 10 * number
         counts.durations.add([0.001] * number)
         counts.delays.add([0.002] * number)
         counts.calls = number
-    families = Families("x", Counts(triggers={"a": one, "b": two, "c": other}), Sight(engine_up=True)).collect()
+    families = MetricsCollector(
+        "x", Counters(triggers={"a": one, "b": two, "c": other}), StoreGauges(engine_up=True)
+    ).collect()
     seen = {
         (sample.name, sample.labels["queue"], sample.labels.get("status", "")): sample.value
         for family in families
@@ -183,10 +184,10 @@ async def test_readiness_beside_the_metrics() -> None:
     async def readiness() -> TriggersReadiness:
         return TriggersReadiness(ready=ready, failing=[])
 
-    async with serving("127.0.0.1", 0, text, readiness) as port:
+    async with serve_metrics("127.0.0.1", 0, text, readiness) as port:
         assert (await fetch(port, "/readyz"))[0].startswith("HTTP/1.1 503")
         ready = True
         assert (await fetch(port, "/readyz"))[1] == '{"ready":true,"failing":[]}'
         assert (await fetch(port, "/readyz", method="POST"))[0].startswith("HTTP/1.1 405")
-    async with serving("127.0.0.1", 0, text) as port:
+    async with serve_metrics("127.0.0.1", 0, text) as port:
         assert (await fetch(port, "/readyz"))[0].startswith("HTTP/1.1 404")

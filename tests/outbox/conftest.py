@@ -32,7 +32,7 @@ async def make_world(ledger_url: str, tmp_path: Path, namespace: str) -> AsyncIt
             return World(app, namespace, ledger_url)
 
         yield make
-    MemoryBroker.forget(namespace)
+    MemoryBroker.reset(namespace)
 
 
 @pytest.fixture

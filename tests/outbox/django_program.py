@@ -23,7 +23,7 @@ from django.db import DatabaseError, connection, connections, models, transactio
 
 from holdfast import Holdfast
 from holdfast.errors import HoldfastError
-from holdfast.outbox.writing import Event
+from holdfast.outbox.writer import NewOutboxEvent
 
 
 def database(url: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def case_a_commit_leaves_order_events_and_job() -> list[str]:
     with transaction.atomic():
         Order.objects.create(name="committed")
         event = app.outbox.add_sync(connection, "orders", key="%s", payload={"note": "100% 'quoted' %(x)s"})
-        app.outbox.add_many_sync(connection, [Event(topic="many", payload=number) for number in range(3)])
+        app.outbox.add_many_sync(connection, [NewOutboxEvent(topic="many", payload=number) for number in range(3)])
         job = double.options(connection=connection).submit_sync(1)
     return [event, job.id]
 

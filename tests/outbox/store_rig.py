@@ -11,14 +11,14 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.clock import SystemClock
-from holdfast.engine.sqlite.store import Place
-from holdfast.ledger.embedded import EmbeddedLedger
-from holdfast.ledger.outbox_store import OutboxEvent, OutboxStore, Status, lane_of
+from holdfast.core.publishing import lane_of
+from holdfast.ledger.port.messages import OutboxEvent, OutboxStatus, OutboxStore
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
-from holdfast.ledger.sqlite.files import prepare_ledger
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.ledger.sqlite.ledger import SqliteLedger
-from holdfast.ledger.sqlite.store import SqliteStore
+from holdfast.ledger.sqlite.store import SqliteLedgerStore, prepare_ledger
+from holdfast.sqlite.connection import DatabaseFile
 
 AnyLedger = PostgresLedger | SqliteLedger | EmbeddedLedger
 ALL: Final = list(range(64))
@@ -27,7 +27,7 @@ ALL: Final = list(range(64))
 class Written(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     key: str | None = None
-    status: Status = Status.NEW
+    status: OutboxStatus = OutboxStatus.NEW
     #: From now.
     retry_in_ms: int = 0
     destination: str = "kafka"
@@ -50,9 +50,9 @@ class Rig:
             case "postgres":
                 return PostgresLedger(PostgresStore(self._where))
             case "sqlite":
-                return SqliteLedger(SqliteStore(Place(self._where), prepare_ledger), SystemClock())
+                return SqliteLedger(SqliteLedgerStore(DatabaseFile(self._where), prepare_ledger), SystemClock())
             case _:
-                return EmbeddedLedger(Place(self._where), SystemClock())
+                return EmbeddedLedger(DatabaseFile(self._where), SystemClock())
 
     @property
     def outbox(self) -> OutboxStore:
@@ -76,7 +76,7 @@ class Rig:
         return await asyncio.to_thread(_run, Path(self._where), statement)
 
     async def take(self, relay: str = "me", most: int = 64, lease_ms: int = 60_000, **options: Any) -> list[int]:
-        return await self.outbox.take_lanes(relay, ["kafka"], most, lease_ms, **options)
+        return await self.outbox.acquire_lanes(relay, ["kafka"], most, lease_ms, **options)
 
     async def due(self, relay: str = "me", limit: int = 100, dead_blocks: bool = False) -> list[str]:
         """Ids of what is due, of whatever lanes can be taken."""
@@ -84,9 +84,9 @@ class Rig:
 
     async def due_events(self, relay: str = "me", limit: int = 100, dead_blocks: bool = False) -> list[OutboxEvent]:
         lanes = await self.take(relay, dead_blocks=dead_blocks)
-        return await self.outbox.due(relay, lanes, ["kafka"], limit, dead_blocks=dead_blocks)
+        return await self.outbox.due_events(relay, lanes, ["kafka"], limit, dead_blocks=dead_blocks)
 
-    async def status_of(self, event_id: str) -> Status:
+    async def status_of(self, event_id: str) -> OutboxStatus:
         found = await self.outbox.get("default", event_id)
         assert found is not None
         return found.status
@@ -114,9 +114,9 @@ def _row(event: Written, now_ms: int) -> tuple[Any, ...]:
         '{"x-event-name":"paid"}',
         str(event.status),
         event.attempts,
-        now_ms + event.retry_in_ms if event.status is Status.RETRYING else None,
+        now_ms + event.retry_in_ms if event.status is OutboxStatus.RETRYING else None,
         created_ms,
-        created_ms if event.status is Status.SENT else None,
+        created_ms if event.status is OutboxStatus.SENT else None,
     )
 
 

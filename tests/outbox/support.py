@@ -12,14 +12,14 @@ import msgspec
 
 from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryBroker
-from holdfast.ledger.outbox_store import OutboxEvent, OutboxStore, Status
-from holdfast.observe.counts import Counts
+from holdfast.ledger.port.messages import OutboxEvent, OutboxStatus, OutboxStore
+from holdfast.observe.counters import Counters
+from holdfast.outbox.destinations import Destination, build_destinations
 from holdfast.outbox.relay import Relay
-from holdfast.outbox.targets import Outlet, outlets
-from holdfast.outbox.writing import Event
+from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.settings import Settings
 from holdfast.testing import drain
-from holdfast.upkeep.relaying import relaying
+from holdfast.upkeep.relay_service import run_relay
 
 
 async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float = 15) -> None:
@@ -42,10 +42,10 @@ class World:
         self.url = url
 
     async def store(self) -> OutboxStore:
-        assert self.app.outbox_port is not None
-        return await self.app.outbox_port.open()
+        assert self.app.outbox_backend is not None
+        return await self.app.outbox_backend.open()
 
-    async def write(self, *events: Event) -> list[str]:
+    async def write(self, *events: NewOutboxEvent) -> list[str]:
         """In one transaction, on a connection of its own."""
         async with transaction(self.url) as connection:
             return await self.app.outbox.add_many(connection, events)
@@ -57,7 +57,7 @@ class World:
     async def statuses(self) -> list[str]:
         return [event.status.value for event in await self.events()]
 
-    async def all_are(self, status: Status) -> bool:
+    async def all_are(self, status: OutboxStatus) -> bool:
         return {event.status for event in await self.events()} <= {status}
 
     def bodies(self, topic: str = "orders") -> list[Any]:
@@ -65,10 +65,10 @@ class World:
         return [msgspec.json.decode(message.body or b"")["data"] for message in self.broker.messages(topic)]
 
     @asynccontextmanager
-    async def relay(self, settings: Settings | None = None, **given: Outlet) -> AsyncIterator[Relay]:
+    async def relay(self, settings: Settings | None = None, **given: Destination) -> AsyncIterator[Relay]:
         """A relay while the block runs, then drained."""
         chosen = settings or self.app.settings
-        relay = Relay(await self.store(), outlets(chosen, None) | given, chosen, Counts())
+        relay = Relay(await self.store(), build_destinations(chosen, None) | given, chosen, Counters())
         running = asyncio.create_task(relay.run())
         try:
             yield relay
@@ -108,7 +108,7 @@ async def run_jobs(app: Holdfast, queues: list[str]) -> AsyncIterator[None]:
 
     worker = asyncio.create_task(run())
     try:
-        async with relaying(app):
+        async with run_relay(app):
             yield
     finally:
         worker.cancel()

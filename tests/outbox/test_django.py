@@ -14,7 +14,7 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.errors import UnknownJob
-from holdfast.ledger.outbox_store import HOLDFAST, OutboxEvent, Status
+from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent, OutboxStatus
 from tests.outbox.support import run_jobs, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,8 +36,8 @@ async def app(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) ->
 
     async with app:
         # Makes the file, where that is the database.
-        assert app.outbox_port is not None
-        await app.outbox_port.open()
+        assert app.outbox_backend is not None
+        await app.outbox_backend.open()
         yield app
 
 
@@ -60,8 +60,8 @@ async def run_program(app: Holdfast) -> dict[str, Any]:
 
 
 async def events(app: Holdfast) -> list[OutboxEvent]:
-    assert app.outbox_port is not None
-    return (await (await app.outbox_port.open()).find(None, limit=100))[::-1]
+    assert app.outbox_backend is not None
+    return (await (await app.outbox_backend.open()).find(None, limit=100))[::-1]
 
 
 async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
@@ -75,16 +75,18 @@ async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
     assert refused == "SynchronousOnlyOperation"
 
     assert found["orders"] == ["committed"]
-    plain = [event for event in written if event.destination != HOLDFAST]
+    plain = [event for event in written if event.destination != ENGINE_DESTINATION]
     assert [event.topic for event in plain] == ["orders", "many", "many", "many", "kept", "by hand", "once"]
     assert (plain[0].id, plain[0].key) == (event_id, "%s")
     assert msgspec.json.decode(plain[0].payload) == {"note": "100% 'quoted' %(x)s"}
-    assert app.outbox_port is not None
-    now_ms = await (await app.outbox_port.open()).now_ms()
+    assert app.outbox_backend is not None
+    now_ms = await (await app.outbox_backend.open()).now_ms()
     assert all(abs(now_ms - event.created_at_ms) < 60_000 for event in written)
 
     async def submitted() -> bool:
-        return all(event.status is Status.SENT for event in await events(app) if event.destination == HOLDFAST)
+        return all(
+            event.status is OutboxStatus.SENT for event in await events(app) if event.destination == ENGINE_DESTINATION
+        )
 
     async with run_jobs(app, ["mail"]):
         await until(submitted)
@@ -92,7 +94,7 @@ async def test_events_and_jobs_belong_to_the_transaction(app: Holdfast) -> None:
             assert await app.job(job_id, "mail").result(timeout=60) == result
     for job_id in (lost, inner):
         with pytest.raises(UnknownJob):
-            await app.job(job_id, "mail").view()
+            await app.job(job_id, "mail").info()
 
     for scenario, error in {
         "case_outside_of_a_transaction": "UsageError: this connection is in no transaction, so the event would be "

@@ -18,6 +18,7 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.core.job import Envelope, Meta, Priority
+from holdfast.core.publishing import lane_of
 from holdfast.errors import (
     Denied,
     EngineUnavailable,
@@ -28,10 +29,10 @@ from holdfast.errors import (
     UsageError,
     WaitTimeout,
 )
-from holdfast.ledger.outbox_store import HOLDFAST, OutboxEvent, Status, lane_of
-from holdfast.outbox.enqueue import envelope_of, row_of
+from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent, OutboxStatus
+from holdfast.outbox.writer import envelope_from_event, job_event_row
 from holdfast.testing import drain, inline
-from holdfast.upkeep.relaying import Relaying, relaying
+from holdfast.upkeep.relay_service import RelayService, run_relay
 from tests.outbox import support
 from tests.outbox.support import run_jobs, until
 
@@ -54,8 +55,8 @@ async def app(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) ->
 
     async with app:
         # Makes the file, where that is the database.
-        assert app.outbox_port is not None
-        await app.outbox_port.open()
+        assert app.outbox_backend is not None
+        await app.outbox_backend.open()
         yield app
 
 
@@ -82,8 +83,8 @@ async def transaction(app: Holdfast, *, commit: bool = True) -> AsyncIterator[An
 
 
 async def only_event(app: Holdfast) -> OutboxEvent:
-    assert app.outbox_port is not None
-    (event,) = await (await app.outbox_port.open()).find(None)
+    assert app.outbox_backend is not None
+    (event,) = await (await app.outbox_backend.open()).find(None)
     return event
 
 
@@ -94,8 +95,13 @@ async def test_after_the_commit_the_job_runs(app: Holdfast) -> None:
     async with run_jobs(app, ["mail", "other"]):
         assert await job.result(timeout=60) == 42
     event = await only_event(app)
-    assert (event.id, event.destination, event.topic, event.status) == (job.id, HOLDFAST, "mail", Status.SENT)
-    assert (await job.view()).task == "double"
+    assert (event.id, event.destination, event.topic, event.status) == (
+        job.id,
+        ENGINE_DESTINATION,
+        "mail",
+        OutboxStatus.SENT,
+    )
+    assert (await job.info()).task == "double"
     assert not job.duplicate
 
 
@@ -106,7 +112,7 @@ async def test_after_a_rollback_there_is_none(app: Holdfast) -> None:
         with pytest.raises(UnknownJob):
             await job.result(timeout=5)
         with pytest.raises(UnknownJob):
-            await job.view()
+            await job.info()
 
 
 async def test_many(app: Holdfast) -> None:
@@ -138,9 +144,9 @@ async def test_options_travel_along(app: Holdfast) -> None:
             delay=timedelta(hours=1),
         )
         job = await chosen.submit(1)
-    async with relaying(app):
+    async with run_relay(app):
         await until(lambda: is_there(app, "other", job.id))
-    view = await job.view()
+    view = await job.info()
     assert (view.tenant_id, view.queue, view.trace_id, view.meta.context) == ("acme", "other", "trace", {"a": 1})
     assert view.meta.priority == Priority.HIGH
     assert view.next_attempt_at_ms or view.meta.run_at_ms
@@ -154,17 +160,17 @@ async def test_handed_in_twice_it_is_one_job(app: Holdfast) -> None:
     async with transaction(app) as connection:
         job = await double(app).options(connection=connection).submit(21)
     # As a relay does that dies before it could say so.
-    await (await app.desk()).submit(envelope_of(await only_event(app)))
+    await (await app.submitter()).submit(envelope_from_event(await only_event(app)))
     assert await drain(app, ["mail"]) == 1
     async with run_jobs(app, ["mail", "other"]):
         await until(lambda: is_sent(app))
         assert await job.result(timeout=60) == 42
         assert await drain(app, ["mail"]) == 0
-    assert (await job.view()).attempt == 1
+    assert (await job.info()).attempt == 1
 
 
 async def is_sent(app: Holdfast) -> bool:
-    return (await only_event(app)).status is Status.SENT
+    return (await only_event(app)).status is OutboxStatus.SENT
 
 
 async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Holdfast) -> None:
@@ -178,16 +184,16 @@ async def test_an_idempotency_key_that_is_known_leads_to_the_first_job(app: Hold
     assert (await only_event(app)).last_error == f"duplicate of job {first.id}"
     async with transaction(app) as connection:
         third = await double(app).options(idempotency_key="k", connection=connection).submit(1)
-    async with relaying(app):
-        assert app.outbox_port is not None
-        store = await app.outbox_port.open()
+    async with run_relay(app):
+        assert app.outbox_backend is not None
+        store = await app.outbox_backend.open()
 
         async def sent() -> bool:
             event = await store.get("default", third.id)
-            return event is not None and event.status is Status.SENT
+            return event is not None and event.status is OutboxStatus.SENT
 
         await until(sent)
-    assert (await third.view()).job_id == first.id
+    assert (await third.info()).job_id == first.id
 
 
 async def test_waiting_for_a_job_that_no_relay_has_handed_in(app: Holdfast) -> None:
@@ -239,7 +245,7 @@ async def test_an_engine_that_is_away_is_waited_for(app: Holdfast, monkeypatch: 
 
     async def tried_often() -> bool:
         event = await only_event(app)
-        assert event.status in (Status.NEW, Status.RETRYING)
+        assert event.status in (OutboxStatus.NEW, OutboxStatus.RETRYING)
         return event.attempt_count >= 3
 
     async with run_jobs(app, ["mail", "other"]):
@@ -265,10 +271,10 @@ async def test_one_that_the_engine_cannot_take_holds_up_no_other(
     async with run_jobs(app, ["mail", "other"]):
         for number in (0, 2, 3):
             assert await jobs[number].result(timeout=60) == 2 * number
-    assert app.outbox_port is not None
-    event = await (await app.outbox_port.open()).get("default", poison)
+    assert app.outbox_backend is not None
+    event = await (await app.outbox_backend.open()).get("default", poison)
     assert event is not None
-    assert event.status in (Status.RETRYING, Status.DEAD)
+    assert event.status in (OutboxStatus.RETRYING, OutboxStatus.DEAD)
     assert "OverflowError" in event.last_error
 
 
@@ -287,10 +293,10 @@ def test_what_a_submission_would_refuse_is_no_job(changed: dict[str, Any], told:
     row: dict[str, Any] = {"topic": "mail", "tenant_id": "acme", "payload": '{"task": "f", "payload": {}}', **changed}
     event = OutboxEvent(
         id="e",
-        destination=HOLDFAST,
+        destination=ENGINE_DESTINATION,
         key="",
         headers={},
-        status=Status.NEW,
+        status=OutboxStatus.NEW,
         attempt_count=0,
         next_retry_at_ms=None,
         last_error="",
@@ -300,7 +306,7 @@ def test_what_a_submission_would_refuse_is_no_job(changed: dict[str, Any], told:
         **row,
     )
     with pytest.raises(InvalidPayload, match=told):
-        envelope_of(event)
+        envelope_from_event(event)
 
 
 async def test_what_is_no_job_is_dead(app: Holdfast) -> None:
@@ -311,7 +317,7 @@ async def test_what_is_no_job_is_dead(app: Holdfast) -> None:
     async with run_jobs(app, ["mail", "other"]):
         with pytest.raises(JobFailed, match="OUTBOX_DEAD"):
             await job.result(timeout=60)
-    assert (await only_event(app)).status is Status.DEAD
+    assert (await only_event(app)).status is OutboxStatus.DEAD
 
 
 async def test_a_program_in_another_language(app: Holdfast) -> None:
@@ -339,15 +345,15 @@ async def test_the_outbox_in_a_database_of_its_own(kind: str, request: pytest.Fi
         return number * 2
 
     async with app:
-        assert app.outbox_port is not None
-        await app.outbox_port.open()
+        assert app.outbox_backend is not None
+        await app.outbox_backend.open()
         async with support.transaction(own) as connection:
             job = await double.options(connection=connection).submit(4)
         async with run_jobs(app, ["mail", "other"]):
             assert await job.result(timeout=60) == 8
             await until(lambda: is_sent(app))
-        assert app.ledger_port is not None
-        assert await app.ledger_port.outbox.find(None) == []
+        assert app.ledger_backend is not None
+        assert await app.ledger_backend.outbox.find(None) == []
 
 
 async def test_inline_mode_runs_it_at_once(app: Holdfast) -> None:
@@ -366,8 +372,8 @@ def test_submit_sync(tmp_path: Path) -> None:
 
     async def prepare() -> None:
         async with app:
-            assert app.outbox_port is not None
-            await app.outbox_port.open()
+            assert app.outbox_backend is not None
+            await app.outbox_backend.open()
 
     asyncio.run(prepare())
     with closing(sqlite3.connect(path)) as connection:
@@ -380,8 +386,8 @@ def test_submit_sync(tmp_path: Path) -> None:
 
     async def hand_in() -> None:
         async with app:
-            assert app.outbox_port is not None
-            relay = Relaying(app, app.outbox_port)
+            assert app.outbox_backend is not None
+            relay = RelayService(app, app.outbox_backend)
             running = asyncio.create_task(relay.run())
             await until(lambda: is_there(app, "default", job.id))
             relay.stop()
@@ -406,8 +412,8 @@ def test_an_envelope_comes_back_as_it_was() -> None:
         run_at_ms=5,
         hold=True,
     )
-    row = row_of(envelope)
-    assert row.lane == lane_of(HOLDFAST, "q", None, "k")
+    row = job_event_row(envelope)
+    assert row.lane == lane_of(ENGINE_DESTINATION, "q", None, "k")
     event = OutboxEvent(
         tenant_id=row.tenant_id,
         id=row.id,
@@ -416,7 +422,7 @@ def test_an_envelope_comes_back_as_it_was() -> None:
         key="",
         payload=row.payload,
         headers={},
-        status=Status.NEW,
+        status=OutboxStatus.NEW,
         attempt_count=0,
         next_retry_at_ms=None,
         last_error="",
@@ -424,9 +430,9 @@ def test_an_envelope_comes_back_as_it_was() -> None:
         sent_at_ms=None,
         position=1,
     )
-    assert envelope_of(event) == envelope
+    assert envelope_from_event(event) == envelope
     for broken in ("", "[]", '{"task":"t"}', '{"task":"t","payload":1}', '{"task":"a b","payload":{}}'):
         with pytest.raises(InvalidPayload):
-            envelope_of(msgspec.structs.replace(event, payload=broken))
+            envelope_from_event(msgspec.structs.replace(event, payload=broken))
     with pytest.raises(InvalidPayload):
-        envelope_of(msgspec.structs.replace(event, id="a{b}"))
+        envelope_from_event(msgspec.structs.replace(event, id="a{b}"))

@@ -9,11 +9,11 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from holdfast.ledger.acts.outbox import BATCH_BYTES, STEPS, WINDOW, window_for
-from holdfast.ledger.outbox_store import lane_of
-from holdfast.ledger.postgres import outbox_statements as sql
+from holdfast.core.publishing import lane_of
+from holdfast.ledger.postgres import outbox as sql
 from holdfast.ledger.postgres.ledger import PostgresLedger
 from holdfast.ledger.postgres.store import PostgresStore
+from holdfast.ledger.transactions.outbox import BATCH_BYTES, STEPS, WINDOW, window_for
 
 pytestmark = pytest.mark.postgres
 
@@ -69,8 +69,8 @@ def _rows(node: dict[str, Any]) -> Iterator[int]:
 
 async def test_what_is_behind_a_line_that_waits_is_found_in_few_steps(ledger: PostgresLedger) -> None:
     outbox = ledger.outbox
-    assert await outbox.take_lanes("me", ["kafka"], 64, 60_000) == [LANE]
-    events = await outbox.due("me", [LANE], ["kafka"], 100, dead_blocks=True)
+    assert await outbox.acquire_lanes("me", ["kafka"], 64, 60_000) == [LANE]
+    events = await outbox.due_events("me", [LANE], ["kafka"], 100, dead_blocks=True)
     assert [event.id for event in events] == [f"n{number}" for number in range(1, 21)]
     few = 2_000
     lease = timedelta(seconds=60)
@@ -88,11 +88,11 @@ async def test_what_is_behind_a_line_that_waits_is_found_in_few_steps(ledger: Po
 async def test_once_the_head_is_sent_the_line_moves(ledger: PostgresLedger) -> None:
     await ledger.store.execute("UPDATE outbox_events SET next_retry_at = now() WHERE id = 'head'")
     outbox = ledger.outbox
-    lanes = await outbox.take_lanes("me", ["kafka"], 64, 60_000)
-    first = await outbox.due("me", lanes, ["kafka"], 10, dead_blocks=True)
+    lanes = await outbox.acquire_lanes("me", ["kafka"], 64, 60_000)
+    first = await outbox.due_events("me", lanes, ["kafka"], 10, dead_blocks=True)
     assert first[0].id == "head"
     await ledger.store.execute(
         "UPDATE outbox_events SET status = 'SENT', sent_at = now(), next_retry_at = NULL WHERE id = 'head'"
     )
-    second = await outbox.due("me", lanes, ["kafka"], 10, dead_blocks=True)
+    second = await outbox.due_events("me", lanes, ["kafka"], 10, dead_blocks=True)
     assert [event.id for event in second] == [f"b{number}" for number in range(1, 11)]

@@ -18,8 +18,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from holdfast import Holdfast
 from holdfast.errors import Conflict, UnknownJob, UsageError
-from holdfast.outbox.writing import Event
-from holdfast.upkeep.relaying import relaying
+from holdfast.outbox.writer import NewOutboxEvent
+from holdfast.upkeep.relay_service import run_relay
 from tests.outbox.support import World, run_jobs, until
 
 
@@ -85,10 +85,12 @@ async def test_events_belong_to_the_transaction(world: World, setup: str, commit
     headers = {"note": "100% %s $1 'quoted'"}
     with blocking(world.url, setup, commit=commit) as connection:
         sync_id = outbox.add_sync(connection, "sync", key="%s", payload={"note": "'; DROP TABLE own; --"})
-        many = outbox.add_many_sync(connection, [Event(topic="sync", payload=n, headers=headers) for n in range(3)])
+        many = outbox.add_many_sync(
+            connection, [NewOutboxEvent(topic="sync", payload=n, headers=headers) for n in range(3)]
+        )
     async with awaited(world.url, setup, commit=commit) as connection:
         async_id = await outbox.add(connection, "async", key="$1", payload={"note": "%(name)s"})
-        await outbox.add_many(connection, [Event(topic="async", payload=n) for n in range(3)])
+        await outbox.add_many(connection, [NewOutboxEvent(topic="async", payload=n) for n in range(3)])
     found = await world.events()
     if not commit:
         assert found == []
@@ -245,7 +247,7 @@ async def test_jobs_run_after_the_commit_and_never_after_a_rollback(app: Holdfas
 async def test_a_relay_that_waits_is_woken_by_the_commit(app: Holdfast) -> None:
     double, url = app.tasks["double"], app.settings.ledger
     assert url is not None
-    async with relaying(app):
+    async with run_relay(app):
         async with awaited(url) as connection:
             job = await double.options(connection=connection).submit(1)
 

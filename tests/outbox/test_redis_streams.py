@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from holdfast.ledger.outbox_store import Status
-from holdfast.outbox.writing import Event
+from holdfast.ledger.port.messages import OutboxStatus
+from holdfast.outbox.writer import NewOutboxEvent
 from tests.conftest import MakeServer
 from tests.outbox.support import World, until
 from tests.outbox.test_relay import check_order
@@ -23,9 +23,9 @@ def to_redis(url: str) -> dict[str, Any]:
     return {"default": {"type": "redis", "connection": connection}}
 
 
-def events(stream: str, keys: int, each: int) -> list[Event]:
+def events(stream: str, keys: int, each: int) -> list[NewOutboxEvent]:
     return [
-        Event(topic=stream, key=f"key-{key}", payload={"key": key, "n": number})
+        NewOutboxEvent(topic=stream, key=f"key-{key}", payload={"key": key, "n": number})
         for number in range(each)
         for key in range(keys)
     ]
@@ -42,7 +42,7 @@ async def test_in_order_per_key(make_world: MakeWorld, redis_url: str, namespace
     stream = f"{namespace}:orders"
     written = await world.write(*events(stream, 10, 20))
     async with world.relay():
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
     found = await entries(redis_url, stream)
     documents = [msgspec.json.decode(entry["body"]) for entry in found]
     check_order([document["data"] for document in documents], 10, 20)
@@ -56,16 +56,16 @@ async def test_a_broker_that_goes_and_comes_back(make_world: MakeWorld, make_red
     world: World = await make_world(outbox_targets=to_redis(server.url), outbox_batch=20)
     async with world.relay():
         await world.write(*events("orders", 5, 10))
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
         server.stop()
         await world.write(*events("later", 5, 10))
 
         async def trouble() -> bool:
-            return len(await world.events(status=Status.RETRYING)) >= 5
+            return len(await world.events(status=OutboxStatus.RETRYING)) >= 5
 
         await until(trouble)
         server.start()
-        await until(lambda: world.all_are(Status.SENT), 30)
+        await until(lambda: world.all_are(OutboxStatus.SENT), 30)
     for stream in ("orders", "later"):
         bodies = [msgspec.json.decode(entry["body"])["data"] for entry in await entries(server.url, stream)]
         check_order(bodies, 5, 10, repeats=True)

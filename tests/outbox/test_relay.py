@@ -12,23 +12,23 @@ import msgspec
 import pytest
 
 from holdfast.brokers.memory import MemoryBroker
-from holdfast.brokers.port import Outgoing
+from holdfast.brokers.port import OutgoingMessage
 from holdfast.errors import InvalidOption
-from holdfast.ledger.outbox_store import Mark, OutboxEvent, OutboxStore, Status
-from holdfast.observe.counts import Counts
-from holdfast.outbox.relay import Relay, judge
-from holdfast.outbox.targets import Answer, Failed, Outlet, Sent, outlets
-from holdfast.outbox.writing import Event
+from holdfast.ledger.port.messages import OutboxEvent, OutboxStatus, OutboxStore, PublishResult
+from holdfast.observe.counters import Counters
+from holdfast.outbox.destinations import Answer, Destination, Published, PublishFailed, build_destinations
+from holdfast.outbox.relay import Relay, publish_results
+from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.settings import Settings
 from tests.outbox.support import World, transaction, until
 
 MakeWorld = Callable[..., Any]
 
 
-def orders(keys: int, each: int) -> list[Event]:
+def orders(keys: int, each: int) -> list[NewOutboxEvent]:
     """`each` numbered events of every key, mixed."""
     return [
-        Event(topic="orders", key=f"key-{key}", payload={"key": key, "n": number})
+        NewOutboxEvent(topic="orders", key=f"key-{key}", payload={"key": key, "n": number})
         for number in range(each)
         for key in range(keys)
     ]
@@ -56,10 +56,12 @@ def check_order(bodies: Sequence[Any], keys: int, each: int, *, repeats: bool = 
 
 async def test_a_cloudevent_arrives(world: World) -> None:
     (written,) = await world.write(
-        Event(topic="orders", key="o-7", payload={"n": 1}, headers={"x-event-name": "order.paid", "x-own": "ü"})
+        NewOutboxEvent(
+            topic="orders", key="o-7", payload={"n": 1}, headers={"x-event-name": "order.paid", "x-own": "ü"}
+        )
     )
     async with world.relay():
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
     (message,) = world.broker.messages("orders")
     assert (message.key, message.message_id) == ("o-7", written)
     (event,) = await world.events()
@@ -90,9 +92,9 @@ async def test_a_cloudevent_arrives(world: World) -> None:
 
 async def test_bytes_and_no_key(make_world: MakeWorld) -> None:
     world: World = await make_world(outbox_source="shop", namespace="")
-    await world.write(Event(topic="files", payload=b"\x00\xff", headers={"content-type": "image/png"}))
+    await world.write(NewOutboxEvent(topic="files", payload=b"\x00\xff", headers={"content-type": "image/png"}))
     async with world.relay():
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
     (message,) = world.broker.messages("files")
     document = msgspec.json.decode(message.body or b"")
     assert (document["data_base64"], document["datacontenttype"]) == ("AP8=", "image/png")
@@ -104,9 +106,9 @@ async def test_bytes_and_no_key(make_world: MakeWorld) -> None:
 
 async def test_plain(make_world: MakeWorld) -> None:
     world: World = await make_world(outbox_envelope="plain")
-    await world.write(Event(topic="t", payload={"n": 1}), Event(topic="t", payload=b"raw"))
+    await world.write(NewOutboxEvent(topic="t", payload={"n": 1}), NewOutboxEvent(topic="t", payload=b"raw"))
     async with world.relay():
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
     kinds = {message.body: message.headers["content-type"] for message in world.broker.messages("t")}
     assert kinds == {b'{"n":1}': "application/json", b"raw": "application/octet-stream"}
     assert all(message.headers["x-event-name"] == "t" for message in world.broker.messages("t"))
@@ -116,9 +118,9 @@ async def test_order_per_key_over_many_batches(make_world: MakeWorld) -> None:
     world: World = await make_world(outbox_batch=20)
     await world.write(*orders(12, 25))
     async with world.relay() as relay:
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
         # What comes while it runs is found at once, not at the next look.
-        await world.write(Event(topic="late", payload=1))
+        await world.write(NewOutboxEvent(topic="late", payload=1))
         await until(lambda: len(world.broker.messages("late")) == 1)
     check_order(world.bodies(), 12, 25)
     numbers = relay.numbers
@@ -132,7 +134,7 @@ async def test_order_per_key_over_many_batches(make_world: MakeWorld) -> None:
 async def test_a_key_that_fails_holds_up_only_itself(world: World) -> None:
     tries: list[int] = []
 
-    def refuse(message: Outgoing) -> bool:
+    def refuse(message: OutgoingMessage) -> bool:
         if message.key != "key-1":
             return False
         tries.append(1)
@@ -141,7 +143,7 @@ async def test_a_key_that_fails_holds_up_only_itself(world: World) -> None:
     world.broker.refuse = refuse
     await world.write(*orders(3, 4))
     async with world.relay() as relay:
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
     check_order(world.bodies(), 3, 4)
     first, *later = await world.events(key="key-1")
     assert (first.attempt_count, first.last_error) == (3, "")
@@ -152,20 +154,20 @@ async def test_a_key_that_fails_holds_up_only_itself(world: World) -> None:
 async def test_dead_after_the_limit_and_revived(make_world: MakeWorld) -> None:
     world: World = await make_world(outbox_max_attempts=2)
     world.broker.down = True
-    (written,) = await world.write(Event(topic="orders", key="k", payload={"n": 1}))
+    (written,) = await world.write(NewOutboxEvent(topic="orders", key="k", payload={"n": 1}))
     async with world.relay() as relay:
-        await until(lambda: world.all_are(Status.RETRYING))
+        await until(lambda: world.all_are(OutboxStatus.RETRYING))
         (event,) = await world.events()
         assert (event.attempt_count, event.sent_at_ms) == (1, None)
         assert event.next_retry_at_ms is not None
-        await until(lambda: world.all_are(Status.DEAD))
+        await until(lambda: world.all_are(OutboxStatus.DEAD))
         (event,) = await world.events()
         assert (event.attempt_count, event.next_retry_at_ms) == (2, None)
         assert "down" in event.last_error
         world.broker.down = False
         store = await world.store()
-        assert await store.revive(None, [written], "ann", "it is back") == 1
-        await until(lambda: world.all_are(Status.SENT))
+        assert await store.retry_events(None, [written], "ann", "it is back") == 1
+        await until(lambda: world.all_are(OutboxStatus.SENT))
     assert [message.message_id for message in world.broker.messages("orders")] == [written]
     numbers = relay.numbers
     assert [sum(kind.buckets) for kind in (numbers.success, numbers.failure, numbers.dead)] == [1, 1, 1]
@@ -176,17 +178,17 @@ async def test_a_dead_event_blocks_its_key_or_not(make_world: MakeWorld, blocks:
     world: World = await make_world(outbox_max_attempts=1, outbox_dead_blocks=blocks)
     world.broker.refuse = lambda message: b'"n":0' in (message.body or b"")
     await world.write(*orders(1, 3))
-    await world.write(Event(topic="orders", key="other", payload={"n": 9}))
+    await world.write(NewOutboxEvent(topic="orders", key="other", payload={"n": 9}))
     async with world.relay():
         await until(lambda: any(body["n"] == 9 for body in world.bodies()))
         if blocks:
-            await world.write(Event(topic="orders", key="third", payload={"n": 10}))
+            await world.write(NewOutboxEvent(topic="orders", key="third", payload={"n": 10}))
             await until(lambda: any(body["n"] == 10 for body in world.bodies()))
             await until(lambda: statuses_are(world, ["DEAD", "NEW", "NEW", "SENT", "SENT"]))
             world.broker.refuse = lambda _: False
             store = await world.store()
-            assert await store.revive(None, [(await world.events())[0].id], "ann", "") == 1
-            await until(lambda: world.all_are(Status.SENT))
+            assert await store.retry_events(None, [(await world.events())[0].id], "ann", "") == 1
+            await until(lambda: world.all_are(OutboxStatus.SENT))
             assert [body["n"] for body in world.bodies() if "key" in body] == [0, 1, 2]
         else:
             await until(lambda: len(world.bodies()) == 3)
@@ -206,21 +208,21 @@ async def test_a_broker_that_is_down_holds_up_no_other(make_world: MakeWorld, na
     world: World = await make_world(outbox_targets=targets)
     world.broker.down = True
     await world.write(*orders(5, 2))
-    await world.write(*[Event(topic="orders", key="k", payload=n, destination="other") for n in range(5)])
+    await world.write(*[NewOutboxEvent(topic="orders", key="k", payload=n, destination="other") for n in range(5)])
     try:
         async with world.relay():
             await until(lambda: len(MemoryBroker.named(other).messages("orders")) == 5)
             await until(lambda: is_retrying(world, 5))
             assert world.bodies() == []
             world.broker.down = False
-            await until(lambda: world.all_are(Status.SENT))
+            await until(lambda: world.all_are(OutboxStatus.SENT))
     finally:
-        MemoryBroker.forget(other)
+        MemoryBroker.reset(other)
     check_order(world.bodies(), 5, 2)
 
 
 async def is_retrying(world: World, at_least: int) -> bool:
-    return len(await world.events(status=Status.RETRYING)) >= at_least
+    return len(await world.events(status=OutboxStatus.RETRYING)) >= at_least
 
 
 async def test_an_unknown_destination_is_told_of_and_left_to_those_who_know_it(
@@ -230,13 +232,13 @@ async def test_an_unknown_destination_is_told_of_and_left_to_those_who_know_it(
     targets = {"mars": {"type": "memory", "connection": {"name": namespace}}}
     knows = other.app.settings.model_copy(update={"outbox_targets": outbox_targets(targets)})
     async with world.relay():
-        await world.write(Event(topic="orders", payload=1, destination="mars"))
+        await world.write(NewOutboxEvent(topic="orders", payload=1, destination="mars"))
         await until(lambda: "'mars'" in caplog.text)
         assert "knows only default" in caplog.text
         (event,) = await world.events()
-        assert (event.status, event.attempt_count) == (Status.NEW, 0)
+        assert (event.status, event.attempt_count) == (OutboxStatus.NEW, 0)
         async with other.relay(knows):
-            await until(lambda: world.all_are(Status.SENT))
+            await until(lambda: world.all_are(OutboxStatus.SENT))
     assert world.bodies() == [1]
 
 
@@ -257,43 +259,45 @@ class Spy:
 
 
 async def test_what_another_relay_is_at_is_not_asked_for_all_the_time(world: World) -> None:
-    await world.write(Event(topic="orders", key="k", payload=1))
+    await world.write(NewOutboxEvent(topic="orders", key="k", payload=1))
     (event,) = await world.events()
     store = await world.store()
-    lanes = await store.take_lanes("another", ["default"], 64, 60_000)
-    mark = Mark(tenant_id=event.tenant_id, id=event.id, status=Status.RETRYING, attempt_count=1, next_retry_at_ms=1)
-    assert await store.mark("another", lanes, [mark])
+    lanes = await store.acquire_lanes("another", ["default"], 64, 60_000)
+    mark = PublishResult(
+        tenant_id=event.tenant_id, id=event.id, status=OutboxStatus.RETRYING, attempt_count=1, next_retry_at_ms=1
+    )
+    assert await store.record_results("another", lanes, [mark])
     spy: Any = Spy(store)
-    relay = Relay(spy, outlets(world.app.settings, None), world.app.settings, Counts())
+    relay = Relay(spy, build_destinations(world.app.settings, None), world.app.settings, Counters())
     running = asyncio.create_task(relay.run())
     await asyncio.sleep(1.5)
-    assert 0 < spy.calls["take_lanes"] < 25, spy.calls
-    await store.release("another")
-    await until(lambda: world.all_are(Status.SENT))
+    assert 0 < spy.calls["acquire_lanes"] < 25, spy.calls
+    await store.release_lanes("another")
+    await until(lambda: world.all_are(OutboxStatus.SENT))
     relay.stop()
     await running
 
 
 async def test_a_flight_that_fails_is_not_tried_again_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.write(Event(topic="orders", key="k", payload=1))
+    await world.write(NewOutboxEvent(topic="orders", key="k", payload=1))
     store = await world.store()
     tries: list[float] = []
 
-    async def due(*_: Any, **__: Any) -> Any:
+    async def due_events(*_: Any, **__: Any) -> Any:
         tries.append(time.monotonic())
         raise RuntimeError("a row that cannot be read")
 
-    monkeypatch.setattr(store, "due", due)
+    monkeypatch.setattr(store, "due_events", due_events)
     async with world.relay():
         await asyncio.sleep(2)
     assert len(tries) < 12, len(tries)
     monkeypatch.undo()
     async with world.relay():
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
 
 
 async def test_rows_that_cannot_be_read_stop_no_others(world: World) -> None:
-    await world.write(*[Event(topic="orders", payload=number) for number in range(4)])
+    await world.write(*[NewOutboxEvent(topic="orders", payload=number) for number in range(4)])
     _, deep, odd, _ = await world.events()
     async with transaction(world.url) as connection:
         await connection.execute("UPDATE outbox_events SET lane = 7")
@@ -305,15 +309,15 @@ async def test_rows_that_cannot_be_read_stop_no_others(world: World) -> None:
     store = await world.store()
     lost = await store.get("default", deep.id)
     assert lost is not None
-    assert lost.status is Status.DEAD
+    assert lost.status is OutboxStatus.DEAD
 
 
-class Slow(Outlet):
+class Slow(Destination):
     """Sends nothing for a while, and remembers what it was given."""
 
     def __init__(self, seconds: float = 0.0, answer: Answer | None = None) -> None:
         self.seconds = seconds
-        self.answer = answer or Sent()
+        self.answer = answer or Published()
         self.batches: list[list[str]] = []
         self.began = asyncio.Event()
         self.closed = False
@@ -329,10 +333,10 @@ class Slow(Outlet):
 
 
 async def test_errors_are_cut_and_without_secrets(world: World) -> None:
-    await world.write(Event(topic="t", payload=1))
-    failing = Slow(answer=Failed("amqp://app:s3cret@host/ refused, password=hunter2 " + "x " * 5_000))
+    await world.write(NewOutboxEvent(topic="t", payload=1))
+    failing = Slow(answer=PublishFailed("amqp://app:s3cret@host/ refused, password=hunter2 " + "x " * 5_000))
     async with world.relay(default=failing):
-        await until(lambda: world.all_are(Status.RETRYING))
+        await until(lambda: world.all_are(OutboxStatus.RETRYING))
     (event,) = await world.events()
     assert "s3cret" not in event.last_error
     assert "hunter2" not in event.last_error
@@ -349,7 +353,7 @@ def tried(attempts: int) -> OutboxEvent:
         key="",
         payload="1",
         headers={},
-        status=Status.RETRYING,
+        status=OutboxStatus.RETRYING,
         attempt_count=attempts,
         next_retry_at_ms=1,
         last_error="",
@@ -363,22 +367,22 @@ def test_backoff_doubles_from_a_second_to_ten_minutes() -> None:
     settings = Settings(url="sqlite://")
     waits = []
     for attempts in range(9):
-        (mark,) = judge([tried(attempts)], [Failed("x")], settings, 0)
-        assert (mark.status, mark.attempt_count) == (Status.RETRYING, attempts + 1)
+        (mark,) = publish_results([tried(attempts)], [PublishFailed("x")], settings, 0)
+        assert (mark.status, mark.attempt_count) == (OutboxStatus.RETRYING, attempts + 1)
         waits.append(mark.next_retry_at_ms)
     assert waits == [1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000, 128_000, 256_000]
-    (mark,) = judge([tried(9)], [Failed("x")], settings, 0)
-    assert (mark.status, mark.attempt_count, mark.next_retry_at_ms) == (Status.DEAD, 10, None)
+    (mark,) = publish_results([tried(9)], [PublishFailed("x")], settings, 0)
+    assert (mark.status, mark.attempt_count, mark.next_retry_at_ms) == (OutboxStatus.DEAD, 10, None)
     long = settings.model_copy(update={"outbox_max_attempts": 99})
-    (mark,) = judge([tried(60)], [Failed("x")], long, 0)
+    (mark,) = publish_results([tried(60)], [PublishFailed("x")], long, 0)
     assert mark.next_retry_at_ms == 600_000
 
 
 def test_a_hopeless_one_is_dead_at_once_and_a_passing_trouble_never() -> None:
     settings = Settings(url="sqlite://")
-    (dead,) = judge([tried(0)], [Failed("x", hopeless=True)], settings, 0)
-    (alive,) = judge([tried(500)], [Failed("x", patient=True)], settings, 0)
-    assert (dead.status, alive.status, alive.next_retry_at_ms) == (Status.DEAD, Status.RETRYING, 30_000)
+    (dead,) = publish_results([tried(0)], [PublishFailed("x", permanent=True)], settings, 0)
+    (alive,) = publish_results([tried(500)], [PublishFailed("x", outage=True)], settings, 0)
+    assert (dead.status, alive.status, alive.next_retry_at_ms) == (OutboxStatus.DEAD, OutboxStatus.RETRYING, 30_000)
 
 
 def test_targets_that_cannot_be_are_told_at_the_start() -> None:
@@ -388,7 +392,7 @@ def test_targets_that_cannot_be_are_told_at_the_start() -> None:
     ):
         settings = Settings.load(url="sqlite://", outbox_targets={"default": target})
         with pytest.raises(InvalidOption, match=words) as caught:
-            outlets(settings, None)
+            build_destinations(settings, None)
         assert "outbox_targets.default" in str(caught.value)
         assert "hunter2" not in str(caught.value)
     with pytest.raises(InvalidOption, match="transactional enqueue"):
@@ -409,12 +413,12 @@ class DeadlyStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def mark(self, relay: str, lanes: Sequence[int], marks: Sequence[Mark]) -> bool:
+    async def record_results(self, relay: str, lanes: Sequence[int], marks: Sequence[PublishResult]) -> bool:
         self.reached.set()
         await self._for_ever.wait()
         return False
 
-    async def release(self, relay: str, lanes: Sequence[int] | None = None) -> None:
+    async def release_lanes(self, relay: str, lanes: Sequence[int] | None = None) -> None:
         """The dead release nothing."""
 
 
@@ -422,16 +426,16 @@ async def test_killed_between_publish_and_mark(make_world: MakeWorld) -> None:
     world: World = await make_world(outbox_lease_s=1.0)
     await world.write(*orders(4, 6))
     store: Any = DeadlyStore(await world.store())
-    victim = Relay(store, outlets(world.app.settings, None), world.app.settings, Counts())
+    victim = Relay(store, build_destinations(world.app.settings, None), world.app.settings, Counters())
     running = asyncio.create_task(victim.run())
     await store.reached.wait()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     published = len(world.bodies())
     assert published > 0
-    assert await world.all_are(Status.NEW)
+    assert await world.all_are(OutboxStatus.NEW)
     async with world.relay():
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
     check_order(world.bodies(), 4, 6, repeats=True)
     messages = world.broker.messages("orders")
     ids = [message.message_id for message in messages]
@@ -452,13 +456,13 @@ class FrozenStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def take_lanes(self, *asked: Any, **more: Any) -> list[int]:
-        lanes = [] if self._taken else await self._store.take_lanes(*asked, **more)
+    async def acquire_lanes(self, *asked: Any, **more: Any) -> list[int]:
+        lanes = [] if self._taken else await self._store.acquire_lanes(*asked, **more)
         self._taken = self._taken or bool(lanes)
         return lanes
 
-    async def mark(self, *asked: Any) -> bool:
-        self.marks.append(await self._store.mark(*asked))
+    async def record_results(self, *asked: Any) -> bool:
+        self.marks.append(await self._store.record_results(*asked))
         return self.marks[-1]
 
 
@@ -468,34 +472,34 @@ async def test_lanes_that_were_lost_are_somebody_else_s(
 ) -> None:
     world: World = await make_world(outbox_lease_s=1.0)
     store: Any = FrozenStore(await world.store())
-    (written,) = await world.write(Event(topic="orders", key="k", payload={"key": 0, "n": 0}))
-    slow = Slow(seconds=1.5, answer=Failed("late"))
-    late = Relay(store, {"default": slow}, world.app.settings, Counts())
+    (written,) = await world.write(NewOutboxEvent(topic="orders", key="k", payload={"key": 0, "n": 0}))
+    slow = Slow(seconds=1.5, answer=PublishFailed("late"))
+    late = Relay(store, {"default": slow}, world.app.settings, Counters())
     if not knows:
         # A clock that does not see it: then the store does.
-        monkeypatch.setattr(late._lanes, "left_s", lambda _: 1.0)
+        monkeypatch.setattr(late._lanes, "remaining_s", lambda _: 1.0)
     running = asyncio.create_task(late.run())
     await slow.began.wait()
     # Its lease runs out while the broker keeps it waiting.
     async with world.relay():
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
         await until(lambda: not late._lines[0]._flights)
     late.stop()
     await running
     (event,) = await world.events()
-    assert (event.status, event.attempt_count) == (Status.SENT, 0), "who lost the lanes marks nothing"
+    assert (event.status, event.attempt_count) == (OutboxStatus.SENT, 0), "who lost the lanes marks nothing"
     assert slow.batches == [[written]]
     assert store.marks == ([] if knows else [False])
 
 
 async def test_a_relay_that_is_alive_keeps_its_lanes(make_world: MakeWorld) -> None:
     world: World = await make_world(outbox_lease_s=2.0)
-    (written,) = await world.write(Event(topic="orders", key="k", payload=1))
+    (written,) = await world.write(NewOutboxEvent(topic="orders", key="k", payload=1))
     slow = Slow(seconds=2.5)
     async with world.relay(default=slow):
         await slow.began.wait()
         async with world.relay():
-            await until(lambda: world.all_are(Status.SENT))
+            await until(lambda: world.all_are(OutboxStatus.SENT))
     assert slow.batches == [[written]]
     assert world.broker.messages("orders") == []
 
@@ -508,8 +512,8 @@ class SleepyStore(FrozenStore):
         self._seconds = seconds
         self.read = 0
 
-    async def due(self, *asked: Any, **more: Any) -> list[OutboxEvent]:
-        events = await self._store.due(*asked, **more)
+    async def due_events(self, *asked: Any, **more: Any) -> list[OutboxEvent]:
+        events = await self._store.due_events(*asked, **more)
         await asyncio.sleep(self._seconds)
         self.read += len(events)
         return events
@@ -517,11 +521,11 @@ class SleepyStore(FrozenStore):
 
 async def test_what_might_not_be_confirmed_within_the_lease_is_not_sent(make_world: MakeWorld) -> None:
     world: World = await make_world(outbox_lease_s=1.0)
-    await world.write(Event(topic="t", payload=1))
+    await world.write(NewOutboxEvent(topic="t", payload=1))
     for seconds, batches in ((0.7, 0), (0.0, 1)):
         store: Any = SleepyStore(await world.store(), seconds)
         slow = Slow()
-        relay = Relay(store, {"default": slow}, world.app.settings, Counts())
+        relay = Relay(store, {"default": slow}, world.app.settings, Counters())
         running = asyncio.create_task(relay.run())
         await until(lambda store=store, relay=relay: bool(store.read) and not relay._lines[0]._flights)
         relay.stop()
@@ -535,14 +539,14 @@ async def test_three_relays_share_the_work_and_none_does_it_twice(make_world: Ma
     others = [await make_world(outbox_batch=25) for _ in range(2)]
     await world.write(*orders(40, 15))
     async with world.relay() as one, others[0].relay() as two, others[1].relay() as three:
-        await until(lambda: world.all_are(Status.SENT), 30)
+        await until(lambda: world.all_are(OutboxStatus.SENT), 30)
     check_order(world.bodies(), 40, 15)
     counts = [sum(relay.numbers.success.buckets) for relay in (one, two, three)]
     assert sum(counts) == 600
 
 
 async def test_stopping_finishes_what_is_on_its_way(world: World) -> None:
-    await world.write(Event(topic="t", payload=1))
+    await world.write(NewOutboxEvent(topic="t", payload=1))
     slow = Slow(seconds=0.3)
     async with world.relay(default=slow) as relay:
         await slow.began.wait()
@@ -550,9 +554,9 @@ async def test_stopping_finishes_what_is_on_its_way(world: World) -> None:
     assert await world.statuses() == ["SENT"]
     assert slow.closed
     # Its lanes are free at once.
-    await world.write(Event(topic="orders", payload={"n": 1}))
+    await world.write(NewOutboxEvent(topic="orders", payload={"n": 1}))
     async with world.relay():
-        await until(lambda: world.all_are(Status.SENT), 5)
+        await until(lambda: world.all_are(OutboxStatus.SENT), 5)
 
 
 async def test_sent_events_are_deleted_when_their_time_is_over(make_world: MakeWorld) -> None:
@@ -560,7 +564,7 @@ async def test_sent_events_are_deleted_when_their_time_is_over(make_world: MakeW
     await world.write(*orders(2, 2))
     async with world.relay():
         await until(lambda: len(world.bodies()) == 4)
-        await until(lambda: world.all_are(Status.SENT))
+        await until(lambda: world.all_are(OutboxStatus.SENT))
     async with world.relay():
         await until(lambda: no_events(world))
 

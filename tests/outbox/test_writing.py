@@ -18,9 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session
 
 from holdfast import Holdfast
+from holdfast.core.publishing import LANES, lane_of
 from holdfast.errors import Conflict, InvalidOption, InvalidPayload, PayloadTooLarge, UsageError
-from holdfast.ledger.outbox_store import HOLDFAST, LANES, OutboxEvent, Status, lane_of
-from holdfast.outbox.writing import Event, payload_of
+from holdfast.ledger.port.messages import ENGINE_DESTINATION, OutboxEvent, OutboxStatus
+from holdfast.outbox.writer import NewOutboxEvent, payload_of
 from tests.outbox.support import World
 
 _OWN = "CREATE TABLE own (word TEXT)"
@@ -143,7 +144,7 @@ async def test_a_commit_leaves_exactly_one(world: World) -> None:
             "default",
             "orders",
             "default",
-            Status.NEW,
+            OutboxStatus.NEW,
         )
         assert msgspec.json.decode(event.payload) == {"n": number}
         assert event.headers == {"x-event-name": "order.paid"}
@@ -164,7 +165,7 @@ async def test_a_rollback_leaves_nothing(world: World) -> None:
 async def test_many_are_written_in_order(world: World) -> None:
     for number, way in enumerate(ways(world)):
         async with way(world.url, True) as (connection, _):
-            events = [Event(topic=f"t{number}", key="k", payload=each) for each in range(120)]
+            events = [NewOutboxEvent(topic=f"t{number}", key="k", payload=each) for each in range(120)]
             ids = await world.app.outbox.add_many(connection, events)
             assert await world.app.outbox.add_many(connection, []) == []
         found = await world.events(topic=f"t{number}")
@@ -179,7 +180,7 @@ async def test_sqlite3(tmp_path: Path, commit: bool) -> None:
             connection.execute(_OWN)
             connection.execute("INSERT INTO own VALUES ('x')")
             app.outbox.add_sync(connection, "orders", payload={"n": 1})
-            app.outbox.add_many_sync(connection, [Event(topic="orders", payload=n) for n in (2, 3)])
+            app.outbox.add_many_sync(connection, [NewOutboxEvent(topic="orders", payload=n) for n in (2, 3)])
             assert connection.in_transaction
             connection.commit() if commit else connection.rollback()
         assert await waiting(app) == (3 if commit else 0)
@@ -199,8 +200,8 @@ async def test_blocking_sqlalchemy(tmp_path: Path, commit: bool, kind: str) -> N
 
 
 async def waiting(app: Holdfast) -> int:
-    assert app.outbox_port is not None
-    return (await (await app.outbox_port.open()).backlog()).waiting
+    assert app.outbox_backend is not None
+    return (await (await app.outbox_backend.open()).backlog()).waiting
 
 
 async def test_bytes_come_back_as_they_were(world: World) -> None:
@@ -312,7 +313,7 @@ async def test_sqlalchemy_that_begins_by_hand(tmp_path: Path, commit: bool) -> N
         ({"topic": "x" * 256}, "255"),
         ({"key": "\ud800"}, "control"),
         ({"key": "k" * 1_001}, "1000"),
-        ({"destination": HOLDFAST}, "options"),
+        ({"destination": ENGINE_DESTINATION}, "options"),
         ({"tenant_id": ""}, "tenant_id"),
         ({"event_id": ""}, "event_id"),
         ({"headers": {"a": "b\r\nc"}}, "control"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.person import Role
+from holdfast.core.principal import Role
 from holdfast.core.states import State
-from holdfast.engine.port import Control, TenantControl
+from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.errors import (
     ControlChanged,
     Forbidden,
@@ -20,7 +20,7 @@ from holdfast.errors import (
     TransitionInvalid,
     UnknownJob,
 )
-from holdfast.people.operating import Operating
+from holdfast.operations.jobs import JobOperations
 from tests.people.world import ADA, ADMIN, APPROVER, BOB, LOCAL, OF_ACME, VIEWER, World, person
 
 HOUR = timedelta(hours=1)
@@ -33,14 +33,14 @@ async def test_a_job_is_found_without_its_queue(world: World) -> None:
     operating = world.offices.operating
     # Not in the ledger yet, perhaps: the engine's queues are asked.
     job = await world.charge.options(queue="far").submit(1)
-    assert (await operating.locate(VIEWER, job.id)).queue == "far"
+    assert (await operating.find(VIEWER, job.id)).queue == "far"
     await world.caught_up()
-    view = await operating.locate(VIEWER, job.id)
+    view = await operating.find(VIEWER, job.id)
     assert (view.queue, view.state) == ("far", State.QUEUED)
     with pytest.raises(UnknownJob):
-        await operating.locate(VIEWER, "nobody")
+        await operating.find(VIEWER, "nobody")
     with pytest.raises(UnknownJob):
-        await operating.locate(VIEWER, job.id, "default")
+        await operating.find(VIEWER, job.id, "default")
 
 
 async def test_a_job_that_the_engine_has_forgotten_is_remembered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ async def test_a_job_that_the_engine_has_forgotten_is_remembered(world: World, m
         return [None] * len(job_ids)
 
     monkeypatch.setattr(world.app.engine, "get", forgotten)
-    view = await world.offices.operating.locate(VIEWER, job.id)
+    view = await world.offices.operating.find(VIEWER, job.id)
     assert (view.state, view.result, view.payload) == (State.SUCCEEDED, b'"7 EUR"', b'{"amount":7}')
 
 
@@ -60,7 +60,7 @@ async def test_with_the_ledger_down_jobs_are_still_found_and_cancelled(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await world.charge.submit(1)
-    ledger = world.app.ledger_port
+    ledger = world.app.ledger_backend
     assert ledger is not None
 
     async def down(*_: Any) -> Any:
@@ -73,7 +73,7 @@ async def test_with_the_ledger_down_jobs_are_still_found_and_cancelled(
 async def test_every_move_is_in_the_log_with_before_and_after(world: World) -> None:
     operating = world.offices.operating
     job = await world.charge.options(delay=HOUR).submit(1)
-    assert await operating.retry_now(ADA, job.id, reason="hurry") is State.QUEUED
+    assert await operating.expedite(ADA, job.id, reason="hurry") is State.QUEUED
     assert await operating.suspend(ADA, job.id, reason="wait") is State.QUEUED
     assert await operating.resume(BOB, job.id, reason="go") is State.SUSPENDED
     assert await operating.cancel(LOCAL, job.id, reason="withdrawn") is State.QUEUED
@@ -106,7 +106,7 @@ async def test_illegal_moves_change_nothing_and_leave_no_line(world: World) -> N
         operating.cancel(ADA, job.id, reason="again"),
         operating.resume(ADA, job.id, reason="again"),
         operating.suspend(ADA, job.id, reason="again"),
-        operating.retry_now(ADA, job.id, reason="again"),
+        operating.expedite(ADA, job.id, reason="again"),
         operating.discard(ADA, job.id, reason="again"),
     ]
     for attempt in attempts:
@@ -119,7 +119,7 @@ async def test_illegal_moves_change_nothing_and_leave_no_line(world: World) -> N
 async def test_the_state_that_was_seen_must_still_be(world: World) -> None:
     operating = world.offices.operating
     job = await world.charge.submit(1)
-    for act in (operating.cancel, operating.suspend, operating.retry_now, operating.resume):
+    for act in (operating.cancel, operating.suspend, operating.expedite, operating.resume):
         with pytest.raises(TransitionInvalid):
             await act(ADA, job.id, reason="r", expected=State.RETRYING)
     assert (await world.view(job.id)).state is State.QUEUED
@@ -144,12 +144,12 @@ async def test_another_tenants_job_is_not_there(world: World) -> None:
     said = set()
     for job_id, queue in ((theirs.id, None), (theirs.id, "default"), ("nobody", None), ("nobody", "default")):
         attempts: list[Any] = [
-            operating.locate(OF_ACME, job_id, queue),
+            operating.find(OF_ACME, job_id, queue),
             operating.cancel(OF_ACME, job_id, queue=queue, reason="r"),
             operating.resume(OF_ACME, job_id, queue=queue, reason="r"),
             operating.suspend(OF_ACME, job_id, queue=queue, reason="r"),
             operating.discard(OF_ACME, job_id, queue=queue, reason="r"),
-            operating.retry_now(OF_ACME, job_id, queue=queue, reason="r"),
+            operating.expedite(OF_ACME, job_id, queue=queue, reason="r"),
         ]
         for attempt in attempts:
             with pytest.raises(UnknownJob) as refused:
@@ -163,14 +163,14 @@ async def test_roles(world: World) -> None:
     operating = world.offices.operating
     job = await world.charge.options(delay=HOUR).submit(1)
     for someone in (VIEWER, APPROVER):
-        assert (await operating.locate(someone, job.id)).job_id == job.id
+        assert (await operating.find(someone, job.id)).job_id == job.id
         attempts: list[Any] = [
             operating.cancel(someone, job.id, reason="r"),
             operating.resume(someone, job.id, reason="r"),
             operating.suspend(someone, job.id, reason="r"),
-            operating.retry_now(someone, job.id, reason="r"),
-            operating.change_control(someone, "default", reason="r", verb="pause", paused=True),
-            operating.change_tenant(someone, "default", "acme", reason="r", weight=2),
+            operating.expedite(someone, job.id, reason="r"),
+            operating.update_control(someone, "default", reason="r", verb="pause", paused=True),
+            operating.update_tenant(someone, "default", "acme", reason="r", weight=2),
         ]
         for attempt in attempts:
             with pytest.raises(Forbidden):
@@ -183,20 +183,20 @@ async def test_roles(world: World) -> None:
 async def test_controls_change_one_by_one_and_are_in_the_log(world: World) -> None:
     operating = world.offices.operating
     await world.charge.submit(1)
-    await operating.change_control(ADA, "default", reason="moving", verb="pause", paused=True)
-    await operating.change_control(BOB, "default", reason="slow", verb="limit", intake_limit=100)
-    await operating.change_tenant(ADA, "default", "acme", reason="pays", weight=3)
-    changed = await operating.change_tenant(ADA, "default", "acme", reason="pays", concurrency=2, intake_limit=5)
-    wanted = Control(
+    await operating.update_control(ADA, "default", reason="moving", verb="pause", paused=True)
+    await operating.update_control(BOB, "default", reason="slow", verb="limit", intake_limit=100)
+    await operating.update_tenant(ADA, "default", "acme", reason="pays", weight=3)
+    changed = await operating.update_tenant(ADA, "default", "acme", reason="pays", concurrency=2, intake_limit=5)
+    wanted = QueueControl(
         paused=True, intake_limit=100, tenants={"acme": TenantControl(weight=3, concurrency=2, intake_limit=5)}
     )
-    assert changed == wanted == await operating.control(ADA, "default") == await world.app.engine.control("default")
+    assert changed == wanted == await operating.control(ADA, "default") == await world.app.engine.get_control("default")
     (line,) = await world.log("operator.pause")
     assert (line.actor, line.reason, line.target, line.target_id) == ("ada", "moving", "queue", "default")
     assert not line.before.value.get("paused")
     assert line.after.value["paused"] is True
     assert len(await world.log("operator.tenant")) == 2
-    back = await operating.change_tenant(
+    back = await operating.update_tenant(
         ADA, "default", "acme", reason="", weight=1, concurrency=None, intake_limit=None
     )  # fmt: skip
     assert back.tenants == {}
@@ -205,7 +205,7 @@ async def test_controls_change_one_by_one_and_are_in_the_log(world: World) -> No
 async def test_no_change_is_no_line(world: World) -> None:
     operating = world.offices.operating
     await world.charge.submit(1)
-    assert await operating.change_control(ADA, "default", reason="r", verb="unpause", paused=False) == Control()
+    assert await operating.update_control(ADA, "default", reason="r", verb="unpause", paused=False) == QueueControl()
     assert await world.log("operator.unpause") == []
 
 
@@ -213,12 +213,12 @@ async def test_changes_of_one_moment_are_all_kept(world: World) -> None:
     await world.charge.submit(1)
     operating = world.offices.operating
     await asyncio.gather(
-        operating.change_control(ADA, "default", reason="", verb="pause", paused=True),
-        operating.change_control(BOB, "default", reason="", verb="limit", intake_limit=9),
-        operating.change_control(BOB, "default", reason="", verb="concurrency", concurrency=4),
-        *(operating.change_tenant(ADA, "default", f"t{number}", reason="", weight=2) for number in range(5)),
+        operating.update_control(ADA, "default", reason="", verb="pause", paused=True),
+        operating.update_control(BOB, "default", reason="", verb="limit", intake_limit=9),
+        operating.update_control(BOB, "default", reason="", verb="concurrency", concurrency=4),
+        *(operating.update_tenant(ADA, "default", f"t{number}", reason="", weight=2) for number in range(5)),
     )
-    control = await world.app.engine.control("default")
+    control = await world.app.engine.get_control("default")
     assert (control.paused, control.intake_limit, control.concurrency, len(control.tenants)) == (True, 9, 4, 5)
 
 
@@ -232,7 +232,7 @@ async def test_a_fight_over_controls_ends(world: World, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(world.app.engine, "set_control", changed)
     with pytest.raises(ControlChanged):
-        await world.offices.operating.change_control(ADA, "default", reason="", verb="pause", paused=True)
+        await world.offices.operating.update_control(ADA, "default", reason="", verb="pause", paused=True)
     assert tries == 20
 
 
@@ -240,19 +240,19 @@ async def test_numbers_that_cannot_be_are_refused(world: World) -> None:
     operating = world.offices.operating
     for changes in ({"concurrency": -1}, {"intake_limit": -1}, {"backlog_alert": -1}):
         with pytest.raises(InvalidOption):
-            await operating.change_control(ADA, "default", reason="", verb="limit", **changes)
+            await operating.update_control(ADA, "default", reason="", verb="limit", **changes)
     for weight in (0, -1):
         with pytest.raises(InvalidOption):
-            await operating.change_tenant(ADA, "default", "acme", reason="", weight=weight)
-    assert await world.app.engine.control("default") == Control()
+            await operating.update_tenant(ADA, "default", "acme", reason="", weight=weight)
+    assert await world.app.engine.get_control("default") == QueueControl()
 
 
 async def test_what_touches_every_tenant_needs_all_of_them(world: World) -> None:
     operating = world.offices.operating
     of_acme = person("ali", Role.ADMIN, "acme")
     attempts: list[Any] = [
-        operating.change_control(of_acme, "default", reason="", verb="pause", paused=True),
-        operating.change_tenant(of_acme, "default", "acme", reason="", weight=2),
+        operating.update_control(of_acme, "default", reason="", verb="pause", paused=True),
+        operating.update_tenant(of_acme, "default", "acme", reason="", weight=2),
         operating.workers(of_acme),
     ]
     for attempt in attempts:
@@ -268,7 +268,7 @@ async def test_who_is_of_one_tenant_sees_its_part_of_the_queues(world: World) ->
     await world.charge.options(tenant_id="globex", queue="theirs").submit(1)
     await world.charge.options(tenant_id="acme").submit(1)
     for tenant in ("acme", "globex"):
-        await operating.change_tenant(ADA, "default", tenant, reason="", weight=2)
+        await operating.update_tenant(ADA, "default", tenant, reason="", weight=2)
     await world.caught_up()
     (part,) = await operating.queues(OF_ACME)
     assert (part.queue, part.states[State.QUEUED], part.backlog) == ("default", 1, 1)
@@ -288,30 +288,30 @@ async def test_the_log_shows_nothing_of_other_tenants_or_of_all(world: World) ->
     own = await world.charge.submit(1)
     for job in (theirs, ours, own):
         await operating.cancel(ADA, job.id, reason="r")
-    await operating.change_control(ADA, "default", reason="r", verb="pause", paused=True)
+    await operating.update_control(ADA, "default", reason="r", verb="pause", paused=True)
     await world.caught_up()
-    assert [line.target_id for line in (await operating.log(OF_ACME)).lines] == [ours.id]
+    assert [line.target_id for line in (await operating.audit_log(OF_ACME)).entries] == [ours.id]
     # A queue's controls are nobody's own, also not of the tenant that jobs have by default.
     of_default = person("dora", Role.VIEWER, "default")
-    assert [line.target_id for line in (await operating.log(of_default)).lines] == [own.id]
-    assert len((await operating.log(VIEWER)).lines) == 4
+    assert [line.target_id for line in (await operating.audit_log(of_default)).entries] == [own.id]
+    assert len((await operating.audit_log(VIEWER)).entries) == 4
 
 
 @pytest.mark.redis
 async def test_without_a_ledger_what_can_be_done_is_done(alone: World) -> None:
     offices = alone.offices
     job = await alone.charge.options(queue="far", delay=HOUR).submit(1)
-    assert (await offices.operating.locate(LOCAL, job.id)).queue == "far"
-    assert await offices.operating.retry_now(LOCAL, job.id, reason="") is State.QUEUED
+    assert (await offices.operating.find(LOCAL, job.id)).queue == "far"
+    assert await offices.operating.expedite(LOCAL, job.id, reason="") is State.QUEUED
     assert await offices.operating.cancel(LOCAL, job.id, reason="") is State.QUEUED
-    assert (await offices.operating.change_control(LOCAL, "far", reason="", verb="pause", paused=True)).paused
+    assert (await offices.operating.update_control(LOCAL, "far", reason="", verb="pause", paused=True)).paused
     assert [view.queue for view in await offices.operating.queues(LOCAL)] == ["far"]
     with pytest.raises(UnknownJob):
-        await offices.operating.locate(LOCAL, "nobody")
-    for need in (lambda: offices.tokens, lambda: offices.letters, lambda: offices.approvals):
+        await offices.operating.find(LOCAL, "nobody")
+    for need in (lambda: offices.tokens, lambda: offices.dead_letters, lambda: offices.approvals):
         with pytest.raises(NoLedger, match="HOLDFAST_LEDGER"):
             need()
     with pytest.raises(NoLedger):
-        await Operating(alone.app.engine, None).log(LOCAL)
+        await JobOperations(alone.app.engine, None).audit_log(LOCAL)
     with pytest.raises(NoLedger):
         await offices.operating.queues(OF_ACME)

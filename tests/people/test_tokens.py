@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from sqlalchemy import text as sql
 
-from holdfast.core.person import ALL_TENANTS, Role
-from holdfast.errors import Conflict, Forbidden, InvalidOption, Unauthorized, Unknown
-from holdfast.people.tokens import CACHE_S, Tokens
+from holdfast.core.principal import ALL_TENANTS, Role
+from holdfast.errors import Conflict, Forbidden, InvalidOption, NotFound, Unauthorized
+from holdfast.operations.access import CACHE_S, TokenOperations
 from holdfast.testing import ManualClock
 from tests.people.world import ADA, ADMIN, APPROVER, LOCAL, VIEWER, World, person
 
@@ -28,15 +28,15 @@ class Ticks:
         return self.now
 
 
-def office(world: World, clock: ManualClock | None = None, ticks: Ticks | None = None) -> Tokens:
-    ledger = world.app.ledger_port
+def office(world: World, clock: ManualClock | None = None, ticks: Ticks | None = None) -> TokenOperations:
+    ledger = world.app.ledger_backend
     assert ledger is not None
-    return Tokens(ledger, clock, ticks or Ticks())
+    return TokenOperations(ledger, clock, ticks or Ticks())
 
 
 async def everything(world: World) -> str:
     """All that the ledger has of tokens and what people did."""
-    ledger = world.app.ledger_port
+    ledger = world.app.ledger_backend
     assert ledger is not None
     async with ledger.queries.engine.connect() as connection:
         rows = [
@@ -51,7 +51,7 @@ async def test_a_token_says_who_someone_is(world: World) -> None:
     row, text = await tokens.create(ADMIN, name="ada", role=Role.OPERATOR, tenants=["globex", "acme", "acme"])
     assert text.startswith(f"hf_{row.token_id}_")
     someone = await tokens.verify(text)
-    assert (someone.name, someone.role, someone.tenants, someone.proven) == (
+    assert (someone.name, someone.role, someone.tenants, someone.verified) == (
         "ada",
         Role.OPERATOR,
         frozenset({"acme", "globex"}),
@@ -63,7 +63,7 @@ async def test_a_token_says_who_someone_is(world: World) -> None:
 
 async def test_who_holds_the_stores_can_make_the_first_token(world: World) -> None:
     _, text = await office(world).create(LOCAL, name="ada", role=Role.ADMIN, tenants=[ALL_TENANTS])
-    assert (await office(world).verify(text)).sees_all
+    assert (await office(world).verify(text)).sees_all_tenants
 
 
 async def test_only_the_hash_is_kept_and_nothing_tells_the_secret(
@@ -184,7 +184,7 @@ async def test_an_admin_of_some_tenants_gives_away_no_others_and_sees_no_others(
     whole, _ = await tokens.create(ADMIN, name="z", role=Role.VIEWER, tenants=[ALL_TENANTS])
     assert [row.token_id for row in await tokens.list(of_acme)] == [own.token_id]
     for hidden in (other, whole):
-        with pytest.raises(Unknown):
+        with pytest.raises(NotFound):
             await tokens.revoke(of_acme, hidden.token_id)
     await tokens.revoke(of_acme, own.token_id)
 
@@ -195,7 +195,7 @@ async def test_a_token_is_revoked_once(world: World) -> None:
     await tokens.revoke(ADMIN, row.token_id)
     with pytest.raises(Conflict):
         await tokens.revoke(ADMIN, row.token_id)
-    with pytest.raises(Unknown):
+    with pytest.raises(NotFound):
         await tokens.revoke(ADMIN, "nobody")
 
 

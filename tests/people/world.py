@@ -7,17 +7,17 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from holdfast import Context, Fatal, Holdfast, Retry
-from holdfast.core.job import JobView
-from holdfast.core.person import ALL_TENANTS, Person, Role
+from holdfast.core.job import JobInfo
+from holdfast.core.principal import ALL_TENANTS, Principal, Role
 from holdfast.core.states import State
-from holdfast.offices import Offices
+from holdfast.operations.operations import Operations
 from holdfast.testing import drain
-from holdfast.upkeep.bookkeeping import Bookkeeping
+from holdfast.upkeep.ledger_tasks import LedgerTasks
 
 
-def person(name: str, role: Role = Role.OPERATOR, *tenants: str, proven: bool = True) -> Person:
+def person(name: str, role: Role = Role.OPERATOR, *tenants: str, proven: bool = True) -> Principal:
     """Somebody; of every tenant unless told."""
-    return Person(name=name, role=role, tenants=frozenset(tenants or {ALL_TENANTS}), proven=proven)
+    return Principal(name=name, role=role, tenants=frozenset(tenants or {ALL_TENANTS}), verified=proven)
 
 
 ADA: Final = person("ada")
@@ -62,8 +62,8 @@ class World:
         return key
 
     @property
-    def offices(self) -> Offices:
-        return Offices.of(self.app)
+    def offices(self) -> Operations:
+        return Operations.for_app(self.app)
 
     async def dead(self, count: int = 1, **options: Any) -> list[str]:
         """Dead letters of the task, by id, oldest first."""
@@ -86,28 +86,28 @@ class World:
         await self.caught_up()
 
     async def caught_up(self) -> None:
-        await self.app.ledger.caught_up(timeout=30)
+        await self.app.ledger.wait_caught_up(timeout=30)
 
-    async def view(self, job_id: str, queue: str = "default") -> JobView:
+    async def view(self, job_id: str, queue: str = "default") -> JobInfo:
         (view,) = await self.app.engine.get(queue, [job_id])
         assert view is not None
         return view
 
     async def log(self, kind: str) -> list[Any]:
         """The operators' log of one kind, oldest first."""
-        from holdfast.ledger.deeds import LogFilter
+        from holdfast.ledger.queries.operator_filters import AuditFilter
 
         await self.caught_up()
-        page = await self.offices.operating.log(ADMIN, LogFilter(types=frozenset({kind})), 100)
-        return list(reversed(page.lines))
+        page = await self.offices.operating.audit_log(ADMIN, AuditFilter(types=frozenset({kind})), 100)
+        return list(reversed(page.entries))
 
 
 @asynccontextmanager
 async def opened(world: World) -> AsyncIterator[World]:
     """Open, with a projector where one is needed."""
     async with world.app as app:
-        ledger = app.ledger_port
-        bookkeeping = None if ledger is None else Bookkeeping(app.engine, ledger, app.settings)
+        ledger = app.ledger_backend
+        bookkeeping = None if ledger is None else LedgerTasks(app.engine, ledger, app.settings)
         if bookkeeping is not None:
             bookkeeping.start()
         try:

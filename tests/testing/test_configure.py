@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast import Holdfast, Settings, State
+from holdfast.client.connections import LoopConnections
 from holdfast.errors import InvalidOption, PayloadTooLarge, UnknownJob
-from holdfast.links import Links
 from holdfast.testing import ManualClock, drain
 
 NOWHERE = "redis://127.0.0.1:1"
@@ -99,7 +99,7 @@ async def test_a_block_puts_everything_back() -> None:
     # What was in memory is gone; a second block begins with nothing.
     async with app.configure(url="sqlite://"):
         with pytest.raises(UnknownJob):
-            await job.view()
+            await job.info()
 
 
 async def test_the_clock_is_the_block_s() -> None:
@@ -152,18 +152,18 @@ def test_a_plain_block_with_submit_sync() -> None:
         asyncio.run(drain(app))
         assert job.result_sync(0) == 4
     assert threads_end()
-    assert not app.door.opened
+    assert not app._portal.is_open
 
 
 async def test_a_plain_block_that_leaves_a_real_store_open_says_so(tmp_path: Path) -> None:
     app = make_app()
     url = f"sqlite:///{tmp_path / 'jobs.db'}"
-    left: list[Links] = []
+    left: list[LoopConnections] = []
 
     async def leave_open(then: Callable[[], object]) -> None:
         with app.configure(url=url, ledger=None):
             await app.open()
-            left.append(app._links)
+            left.append(app._connections)
             then()
 
     with pytest.raises(InvalidOption, match=r"async with app\.configure"):
@@ -181,12 +181,12 @@ async def test_an_app_in_memory_with_a_ledger_that_code_names_is_closed_by_its_o
     async with app.configure(url="sqlite://", ledger=postgres_url):
         await app.tasks["double"].options(durable=False).submit(2)
         await app.ledger.queries.jobs()
-    left: list[Links] = []
+    left: list[LoopConnections] = []
 
     async def leave_open() -> None:
         with app.configure(url="sqlite://", ledger=postgres_url):
             await app.open()
-            left.append(app._links)
+            left.append(app._connections)
 
     with pytest.raises(InvalidOption, match="still open"):
         await leave_open()

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from holdfast import Context, Holdfast
-from holdfast.errors import EffectInDoubt, EffectMismatch, InvalidOption, RunOver, StepMismatch, UsageError
+from holdfast.errors import EffectInDoubt, EffectMismatch, InvalidOption, RunEnded, StepMismatch, UsageError
 from holdfast.testing import ApprovalInterrupt, ManualClock, make_context
 
 app = Holdfast("redis://127.0.0.1:1")
@@ -72,7 +72,7 @@ async def test_an_effect_that_fails_is_in_doubt() -> None:
     ctx = make_context()
     with pytest.raises(ConnectionError):
         await ctx.effect("k", fail)
-    assert list(ctx.undecided) == ["k"]
+    assert list(ctx._effects_in_doubt) == ["k"]
     with pytest.raises(EffectInDoubt):
         await ctx.next_attempt().effect("k", fail)
 
@@ -113,12 +113,12 @@ async def test_approvals_are_given_or_asked_for() -> None:
 async def test_a_run_that_is_over_begins_nothing() -> None:
     ctx = make_context(cancelled=True)
     assert ctx.cancelled
-    with pytest.raises(RunOver):
+    with pytest.raises(RunEnded):
         await ctx.effect("k", charge, "7")
-    with pytest.raises(RunOver):
+    with pytest.raises(RunEnded):
         await ctx.step("s", charge, "7")
     later = make_context()
-    later.stop()
+    later._end()
     assert later.cancelled
     assert acts == []
 

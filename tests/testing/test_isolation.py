@@ -127,9 +127,9 @@ async def test_in_inline_mode_nothing_connects() -> None:
             assert app.settings.in_memory
             assert await (await bank.pay.submit("7")).result() == "charge 1"
             assert (await app.ledger.queries.jobs()).jobs == []
-            await app.ledger.caught_up()
+            await app.ledger.wait_caught_up()
         with pytest.raises(UnknownJob):
-            await outside.view()
+            await outside.info()
     assert (app.settings.url, app.settings.ledger) == ("redis://127.0.0.1:1", "postgresql://127.0.0.1:1/none")
     await app.close()
 
@@ -145,7 +145,7 @@ async def test_inline_mode_leaves_an_open_app_as_it_was(tmp_path: Path) -> None:
         assert app.engine is engine
         assert await before.state() is State.QUEUED
         with pytest.raises(UnknownJob):
-            await inside.view()
+            await inside.info()
 
 
 async def test_a_denied_job_is_not_in_the_real_operators_log(configured: str) -> None:
@@ -168,7 +168,7 @@ async def test_inline_mode_tells_no_webhook(monkeypatch: pytest.MonkeyPatch) -> 
     with inline(app):
         job = await Bank(app).pay.options(webhook=WEBHOOK).submit("7")
         assert await job.state() is State.SUCCEEDED
-        assert not app.settings.tells
+        assert not app.settings.webhooks_enabled
 
 
 async def test_an_app_in_memory_says_why_it_has_no_webhooks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def pytest_sessionfinish(session):
             thread.join(20)
             assert not thread.is_alive(), thread
     assert not shop.app.settings.in_memory
-    assert not shop.app._links.in_use
+    assert not shop.app._connections.in_use
 """
 
 TESTS = '''

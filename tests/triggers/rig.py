@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConnection
-from holdfast.brokers.port import Outgoing, RawMessage
+from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+from holdfast.brokers.port import OutgoingMessage, RawMessage
+from holdfast.core.principal import AuditEntry
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.people import Action
-from holdfast.ledger.trigger_book import Execution, Pause, Presence, Status, TriggerBook
+from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat, TriggerPause, TriggerStore
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import Dedup, MemoryDedup
+from holdfast.triggers.dedup import DedupStore, InMemoryDedupStore
 from holdfast.triggers.runtime import Runtime
 from holdfast.triggers.trigger import QueueTrigger
 
@@ -54,7 +54,7 @@ class Recorder(Runtime):
         return [context["message"] for _, context, _, _ in self.calls]
 
 
-class MemoryBook(TriggerBook):
+class MemoryBook(TriggerStore):
     """Records in a list; `down` makes it fail."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class MemoryBook(TriggerBook):
         self.failures = 0
         self.batches: list[int] = []
 
-    async def record(self, executions: Sequence[Execution]) -> None:
+    async def record_executions(self, executions: Sequence[Execution]) -> None:
         if self.down:
             self.failures += 1
             raise LedgerUnavailable("the ledger is down")
@@ -77,24 +77,24 @@ class MemoryBook(TriggerBook):
         *,
         queue_name: str = "",
         message_id: str = "",
-        statuses: Collection[Status] = (),
+        statuses: Collection[ExecutionStatus] = (),
         limit: int = 100,
     ) -> list[Execution]:
         return list(self.rows.values())[:limit]
 
-    async def report(self, presences: Sequence[Presence], *, forget_after_ms: int) -> set[str]:
+    async def heartbeat(self, presences: Sequence[TriggerHeartbeat], *, forget_after_ms: int) -> set[str]:
         return set()
 
-    async def leave(self, process: str) -> None:
+    async def remove_process(self, process: str) -> None:
         return
 
-    async def present(self) -> list[Presence]:
+    async def processes(self) -> list[TriggerHeartbeat]:
         return []
 
-    async def pauses(self) -> list[Pause]:
+    async def pauses(self) -> list[TriggerPause]:
         return []
 
-    async def set_paused(self, name: str, paused: bool, action: Action) -> bool:
+    async def set_paused(self, name: str, paused: bool, action: AuditEntry) -> bool:
         return False
 
 
@@ -140,7 +140,7 @@ class Rig:
         self,
         runtime: Runtime,
         *,
-        dedup: Dedup | None = None,
+        dedup: DedupStore | None = None,
         gate: Any = None,
         clock: Any = None,
         payload_limit: int = 1024 * 1024,
@@ -152,7 +152,7 @@ class Rig:
         self.broker = MemoryBroker.named(name)
         self.config = TriggerConfig(**({"queue_name": QUEUE, "consumer_group": GROUP} | config))
         self.adapter = WatchedAdapter(
-            MemoryConnection(name=name),
+            MemoryConfig(name=name),
             self.config.queue_name,
             self.config.consumer_group,
             prefetch=self.config.prefetch,
@@ -165,7 +165,7 @@ class Rig:
             runtime,
             gate=gate,
             book=self.book,
-            dedup=dedup or MemoryDedup(clock),
+            dedup=dedup or InMemoryDedupStore(clock),
             clock=clock,
             sleep=sleep or self._sleep,
             payload_limit=payload_limit,
@@ -192,7 +192,7 @@ class Rig:
             await self.off(count)
 
     @property
-    def dead(self) -> list[Outgoing]:
+    def dead(self) -> list[OutgoingMessage]:
         return self.broker.messages(f"{self.config.queue_name}.dlq")
 
     @property

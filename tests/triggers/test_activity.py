@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from holdfast.brokers.port import RawMessage
-from holdfast.ledger.trigger_book import Status
-from holdfast.triggers.activity import Activity
+from holdfast.ledger.port.messages import ExecutionStatus
+from holdfast.triggers.activity_log import Activity
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.counts import TriggerCounts
-from holdfast.triggers.item import Item
+from holdfast.triggers.state import InFlightMessage, TriggerCounters
 from tests.triggers.rig import Recorder, Rig, until
 
 LOGGER = "holdfast.trigger"
@@ -67,23 +66,23 @@ def _fail_at(context: Any, number: int) -> str:
 
 async def test_a_summary_for_each_interval_with_something_in_it(caplog: pytest.LogCaptureFixture) -> None:
     config = TriggerConfig(queue_name="orders", consumer_group="shop", name="big")
-    counts = TriggerCounts("orders")
+    counts = TriggerCounters("orders")
     activity = Activity(config, counts, interval_s=0.01)
     with caplog.at_level(logging.INFO, LOGGER):
         running = asyncio.create_task(activity.run())
-        first, second = (Item(RawMessage(name, b"1", {}, START, {})) for name in "ab")
+        first, second = (InFlightMessage(RawMessage(name, b"1", {}, START, {})) for name in "ab")
         activity.receive(first)
         activity.receive(second)
         assert (first.level, second.level) == (logging.INFO, logging.DEBUG)
-        counts.consumed[Status.SUCCESS] += 2
+        counts.consumed[ExecutionStatus.SUCCESS] += 2
         counts.acknowledged += 2
         await until(lambda: caplog.messages, "a summary")
-        third = Item(RawMessage("c", b"1", {}, START, {}))
+        third = InFlightMessage(RawMessage("c", b"1", {}, START, {}))
         activity.receive(third)
         assert third.level == logging.INFO
         await until(lambda: len(caplog.messages) == 2, "another summary")
         # Nothing was received in this interval.
-        counts.consumed[Status.SUCCESS] += 1
+        counts.consumed[ExecutionStatus.SUCCESS] += 1
         activity.end()
         await until(lambda: len(caplog.messages) == 3, "a third one")
         running.cancel()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.ledger.deeds import LogFilter
-from holdfast.ledger.people import Action
-from holdfast.ledger.trigger_book import Execution, Presence, Status, TriggerBook
+from holdfast.core.principal import AuditEntry
+from holdfast.ledger.port.messages import Execution, ExecutionStatus, TriggerHeartbeat, TriggerStore
+from holdfast.ledger.queries.operator_filters import AuditFilter
 from tests.outbox.store_rig import Rig
 
 NOW_MS = 1_800_000_000_000
@@ -27,7 +27,7 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
 
 
 @pytest.fixture
-def book(rig: Rig) -> TriggerBook:
+def book(rig: Rig) -> TriggerStore:
     return rig.ledger.triggers
 
 
@@ -38,27 +38,29 @@ def execution(name: str, **more: Any) -> Execution:
         "message_id": f"m-{name}",
         "queue_name": "orders",
         "event_name": "order.paid",
-        "status": Status.SUCCESS,
+        "status": ExecutionStatus.SUCCESS,
         "started_at_ms": NOW_MS,
         "completed_at_ms": NOW_MS + 25,
     }
     return Execution(**values | more)
 
 
-def presence(name: str, process: str, **health: Any) -> Presence:
-    return Presence(name=name, process=process, queue_name="orders", adapter="kafka", health=health, seen_at_ms=0)
+def presence(name: str, process: str, **health: Any) -> TriggerHeartbeat:
+    return TriggerHeartbeat(
+        name=name, process=process, queue_name="orders", adapter="kafka", health=health, seen_at_ms=0
+    )
 
 
-def pause(name: str, kind: str = "operator.trigger_pause") -> Action:
-    return Action(type=kind, actor="ann", tenant_id="default", target="trigger", target_id=name, reason="storm")
+def pause(name: str, kind: str = "operator.trigger_pause") -> AuditEntry:
+    return AuditEntry(type=kind, actor="ann", tenant_id="default", target="trigger", target_id=name, reason="storm")
 
 
-async def test_executions_are_written_and_read(book: TriggerBook, rig: Rig) -> None:
+async def test_executions_are_written_and_read(book: TriggerStore, rig: Rig) -> None:
     full = execution(
-        "a", agent_run_id="job-1", error_message="no \0 way", retry_count=2, trace_id="t", status=Status.FAILED
+        "a", agent_run_id="job-1", error_message="no \0 way", retry_count=2, trace_id="t", status=ExecutionStatus.FAILED
     )
     later = execution("b", started_at_ms=NOW_MS + 1_000, completed_at_ms=NOW_MS + 900, event_name="")
-    await book.record([full, later])
+    await book.record_executions([full, later])
     assert await book.executions(None) == [later, Execution(**_fields(full) | {"error_message": "no \ufffd way"})]
     assert await rig.run("SELECT id, duration_ms FROM queue_executions ORDER BY id") == [("a", 25), ("b", 0)]
 
@@ -67,24 +69,27 @@ def _fields(one: Execution) -> dict[str, Any]:
     return {name: getattr(one, name) for name in one.__struct_fields__}
 
 
-async def test_a_record_that_is_written_twice_is_one(book: TriggerBook) -> None:
-    await book.record([])
+async def test_a_record_that_is_written_twice_is_one(book: TriggerStore) -> None:
+    await book.record_executions([])
     first = execution("a")
-    await book.record([first, first])
-    await book.record([execution("a", status=Status.FAILED), execution("b")])
-    assert {one.id: one.status for one in await book.executions(None)} == {"a": Status.SUCCESS, "b": Status.SUCCESS}
-    await book.record([execution("a", tenant_id="acme", status=Status.REJECTED)])
+    await book.record_executions([first, first])
+    await book.record_executions([execution("a", status=ExecutionStatus.FAILED), execution("b")])
+    assert {one.id: one.status for one in await book.executions(None)} == {
+        "a": ExecutionStatus.SUCCESS,
+        "b": ExecutionStatus.SUCCESS,
+    }
+    await book.record_executions([execution("a", tenant_id="acme", status=ExecutionStatus.REJECTED)])
     assert len(await book.executions(None)) == 3
 
 
-async def test_many_are_one_statement(book: TriggerBook) -> None:
-    await book.record([execution(f"e{number}", started_at_ms=NOW_MS + number) for number in range(2_000)])
+async def test_many_are_one_statement(book: TriggerStore) -> None:
+    await book.record_executions([execution(f"e{number}", started_at_ms=NOW_MS + number) for number in range(2_000)])
     newest = await book.executions(["default"], limit=3)
     assert [one.id for one in newest] == ["e1999", "e1998", "e1997"]
 
 
-async def test_executions_are_found(book: TriggerBook) -> None:
-    await book.record(
+async def test_executions_are_found(book: TriggerStore) -> None:
+    await book.record_executions(
         [execution("a"), execution("b", queue_name="bills"), execution("c", tenant_id="acme", message_id="m-a")]
     )
 
@@ -99,59 +104,61 @@ async def test_executions_are_found(book: TriggerBook) -> None:
     assert await ids(["default"], message_id="m-a", queue_name="orders") == {"a"}
 
 
-async def test_executions_are_found_by_status(book: TriggerBook) -> None:
-    await book.record([execution(str(status), status=status) for status in Status])
+async def test_executions_are_found_by_status(book: TriggerStore) -> None:
+    await book.record_executions([execution(str(status), status=status) for status in ExecutionStatus])
 
-    async def ids(*statuses: Status, **filters: Any) -> set[str]:
+    async def ids(*statuses: ExecutionStatus, **filters: Any) -> set[str]:
         return {one.id for one in await book.executions(None, statuses=statuses, **filters)}
 
-    assert await ids(Status.FAILED) == {"failed"}
-    assert await ids(Status.FAILED, Status.UNPARSABLE) == {"failed", "unparsable"}
-    assert await ids() == set(Status)
-    assert await ids(Status.FAILED, queue_name="bills") == set()
+    assert await ids(ExecutionStatus.FAILED) == {"failed"}
+    assert await ids(ExecutionStatus.FAILED, ExecutionStatus.UNPARSABLE) == {"failed", "unparsable"}
+    assert await ids() == set(ExecutionStatus)
+    assert await ids(ExecutionStatus.FAILED, queue_name="bills") == set()
 
 
-async def test_those_who_are_there_are_heard_of(book: TriggerBook, rig: Rig) -> None:
-    assert await book.report([presence("t1", "p1", ready=True), presence("t2", "p1")], forget_after_ms=60_000) == set()
-    await book.report([presence("t1", "p2"), presence("t1", "p1", ready=False, lag=7)], forget_after_ms=60_000)
-    found = await book.present()
+async def test_those_who_are_there_are_heard_of(book: TriggerStore, rig: Rig) -> None:
+    assert (
+        await book.heartbeat([presence("t1", "p1", ready=True), presence("t2", "p1")], forget_after_ms=60_000) == set()
+    )
+    await book.heartbeat([presence("t1", "p2"), presence("t1", "p1", ready=False, lag=7)], forget_after_ms=60_000)
+    found = await book.processes()
     assert [(one.name, one.process) for one in found] == [("t1", "p1"), ("t1", "p2"), ("t2", "p1")]
     assert found[0].health == {"ready": False, "lag": 7}
     # By the store's clock, whatever the process thinks.
     now_ms = await rig.outbox.now_ms()
     assert all(abs(one.seen_at_ms - now_ms) < 60_000 for one in found)
-    await book.leave("p1")
-    assert [(one.name, one.process) for one in await book.present()] == [("t1", "p2")]
+    await book.remove_process("p1")
+    assert [(one.name, one.process) for one in await book.processes()] == [("t1", "p2")]
 
 
-async def test_those_who_fell_silent_are_forgotten(book: TriggerBook) -> None:
-    await book.report([presence("t1", "gone")], forget_after_ms=60_000)
+async def test_those_who_fell_silent_are_forgotten(book: TriggerStore) -> None:
+    await book.heartbeat([presence("t1", "gone")], forget_after_ms=60_000)
     await asyncio.sleep(0.03)
-    await book.report([presence("t1", "here")], forget_after_ms=20)
-    assert [one.process for one in await book.present()] == ["here"]
+    await book.heartbeat([presence("t1", "here")], forget_after_ms=20)
+    assert [one.process for one in await book.processes()] == ["here"]
 
 
-async def test_a_pause_is_heard_by_every_process_and_logged_once(book: TriggerBook, rig: Rig) -> None:
+async def test_a_pause_is_heard_by_every_process_and_logged_once(book: TriggerStore, rig: Rig) -> None:
     assert await book.set_paused("t1", True, pause("t1")) is True
     assert await book.set_paused("t1", True, pause("t1")) is False
     (found,) = await book.pauses()
     assert (found.name, found.paused_by, found.reason) == ("t1", "ann", "storm")
-    assert await book.report([presence("t1", "p1")], forget_after_ms=60_000) == {"t1"}
+    assert await book.heartbeat([presence("t1", "p1")], forget_after_ms=60_000) == {"t1"}
     assert await book.set_paused("t1", False, pause("t1", "operator.trigger_resume")) is True
     assert await book.set_paused("t1", False, pause("t1", "operator.trigger_resume")) is False
-    assert await book.report([], forget_after_ms=60_000) == set()
-    lines = (await rig.ledger.queries.operator_log(LogFilter())).lines
+    assert await book.heartbeat([], forget_after_ms=60_000) == set()
+    lines = (await rig.ledger.queries.audit_log(AuditFilter())).entries
     assert [(line.type, line.actor, line.target_id, line.reason) for line in lines] == [
         ("operator.trigger_resume", "ann", "t1", "storm"),
         ("operator.trigger_pause", "ann", "t1", "storm"),
     ]
 
 
-async def test_two_who_pause_at_once_write_one_line(book: TriggerBook, rig: Rig) -> None:
+async def test_two_who_pause_at_once_write_one_line(book: TriggerStore, rig: Rig) -> None:
     other = rig.another()
     try:
         both = (book.set_paused("t", True, pause("t")), other.triggers.set_paused("t", True, pause("t")))
         assert sorted(await asyncio.gather(*both)) == [False, True]
     finally:
         await other.close()
-    assert len((await rig.ledger.queries.operator_log(LogFilter())).lines) == 1
+    assert len((await rig.ledger.queries.audit_log(AuditFilter())).entries) == 1

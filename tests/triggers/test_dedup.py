@@ -10,114 +10,121 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.port import Effects
+from holdfast.ledger.port.effects import EffectStore
 from holdfast.testing import ManualClock
-from holdfast.triggers.dedup import Answer, Dedup, Known, LedgerDedup, MemoryDedup, Ticket
-from holdfast.triggers.trigger import TriggerState
+from holdfast.triggers.dedup import (
+    AlreadyHandled,
+    Answer,
+    DedupStore,
+    DedupTicket,
+    InMemoryDedupStore,
+    LedgerDedupStore,
+)
+from holdfast.triggers.state import TriggerState
 from tests.triggers.rig import Recorder, Rig, until
 
 
 @pytest.fixture
-async def effects(ledger_url: str, redis_url: str, namespace: str) -> AsyncIterator[Effects]:
+async def effects(ledger_url: str, redis_url: str, namespace: str) -> AsyncIterator[EffectStore]:
     app = Holdfast(redis_url, ledger=ledger_url, namespace=namespace)
     async with app:
-        assert app.ledger_port is not None
-        yield app.ledger_port.effects
+        assert app.ledger_backend is not None
+        yield app.ledger_backend.effects
 
 
 @pytest.fixture(params=["memory", "ledger"])
-async def dedup(request: pytest.FixtureRequest, tmp_path: Any) -> AsyncIterator[Dedup]:
+async def dedup(request: pytest.FixtureRequest, tmp_path: Any) -> AsyncIterator[DedupStore]:
     if request.param == "memory":
-        yield MemoryDedup()
+        yield InMemoryDedupStore()
         return
     app = Holdfast(f"sqlite:///{tmp_path / 'x.db'}")
     async with app:
-        assert app.ledger_port is not None
-        store = LedgerDedup(app.ledger_port.effects, "orders")
+        assert app.ledger_backend is not None
+        store = LedgerDedupStore(app.ledger_backend.effects, "orders")
         yield store
         await store.close()
 
 
-async def _ticket(dedup: Dedup, key: str = "k", tenant: str = "default") -> Ticket:
-    answer = await dedup.begin(tenant, key, "m")
-    assert isinstance(answer, Ticket)
+async def _ticket(dedup: DedupStore, key: str = "k", tenant: str = "default") -> DedupTicket:
+    answer = await dedup.reserve(tenant, key, "m")
+    assert isinstance(answer, DedupTicket)
     return answer
 
 
-async def test_the_contract(dedup: Dedup) -> None:
+async def test_the_contract(dedup: DedupStore) -> None:
     ticket = await _ticket(dedup)
-    assert await dedup.begin("default", "k", "m2") == "busy"
+    assert await dedup.reserve("default", "k", "m2") == "busy"
     other = await _ticket(dedup, tenant="acme")
-    await dedup.give_up(other)
+    await dedup.release(other)
     other = await _ticket(dedup, tenant="acme")
-    await dedup.done(other, "", 60_000)
-    assert await dedup.begin("acme", "k", "m3") == Known("")
-    await dedup.done(ticket, "run-1", 60_000)
-    assert await dedup.begin("default", "k", "m2") == Known("run-1")
+    await dedup.complete(other, "", 60_000)
+    assert await dedup.reserve("acme", "k", "m3") == AlreadyHandled("")
+    await dedup.complete(ticket, "run-1", 60_000)
+    assert await dedup.reserve("default", "k", "m2") == AlreadyHandled("run-1")
     short = await _ticket(dedup, "short")
-    await dedup.done(short, "run-2", 1)
+    await dedup.complete(short, "run-2", 1)
     await asyncio.sleep(0.01)
-    assert isinstance(await dedup.begin("default", "short", "m4"), Ticket)
+    assert isinstance(await dedup.reserve("default", "short", "m4"), DedupTicket)
 
 
-async def test_two_processes(effects: Effects) -> None:
-    first, second = LedgerDedup(effects, "orders"), LedgerDedup(effects, "orders")
-    answers = await asyncio.gather(*(store.begin("t", "k", "m") for store in (first, second) * 10))
-    tickets = [answer for answer in answers if isinstance(answer, Ticket)]
+async def test_two_processes(effects: EffectStore) -> None:
+    first, second = LedgerDedupStore(effects, "orders"), LedgerDedupStore(effects, "orders")
+    answers = await asyncio.gather(*(store.reserve("t", "k", "m") for store in (first, second) * 10))
+    tickets = [answer for answer in answers if isinstance(answer, DedupTicket)]
     assert len(tickets) == 1
     assert answers.count("busy") == 19
     holder = first if tickets[0] in answers[::2] else second
-    await holder.done(tickets[0], "r", 60_000)
-    assert await first.begin("t", "k", "m") == await second.begin("t", "k", "m") == Known("r")
+    await holder.complete(tickets[0], "r", 60_000)
+    assert await first.reserve("t", "k", "m") == await second.reserve("t", "k", "m") == AlreadyHandled("r")
     await first.close()
     await second.close()
 
 
-async def test_a_dead_holder_is_taken_over_after_a_lease(effects: Effects) -> None:
+async def test_a_dead_holder_is_taken_over_after_a_lease(effects: EffectStore) -> None:
     clock = ManualClock()
-    dead = LedgerDedup(effects, "orders", lease_s=3600)
-    alive = LedgerDedup(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
+    dead = LedgerDedupStore(effects, "orders", lease_s=3600)
+    alive = LedgerDedupStore(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
     ticket = await _ticket(dead)
-    assert await alive.begin("default", "k", "m") == "busy"
+    assert await alive.reserve("default", "k", "m") == "busy"
     clock.advance(29)
-    assert await alive.begin("default", "k", "m") == "busy"
+    assert await alive.reserve("default", "k", "m") == "busy"
     clock.advance(1)
-    taken = await alive.begin("default", "k", "m")
-    assert isinstance(taken, Ticket)
-    await alive.done(taken, "second", 60_000)
+    taken = await alive.reserve("default", "k", "m")
+    assert isinstance(taken, DedupTicket)
+    await alive.complete(taken, "second", 60_000)
     # It comes back late: what the other has written stays.
-    await dead.done(ticket, "first", 60_000)
-    assert await alive.begin("default", "k", "m") == Known("second")
+    await dead.complete(ticket, "first", 60_000)
+    assert await alive.reserve("default", "k", "m") == AlreadyHandled("second")
     await dead.close()
     await alive.close()
 
 
-async def test_a_living_holder_is_not_taken_over(effects: Effects) -> None:
+async def test_a_living_holder_is_not_taken_over(effects: EffectStore) -> None:
     clock = ManualClock()
-    holder = LedgerDedup(effects, "orders", lease_s=0.06)
-    other = LedgerDedup(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
+    holder = LedgerDedupStore(effects, "orders", lease_s=0.06)
+    other = LedgerDedupStore(effects, "orders", lease_s=30, monotonic=lambda: clock.now_ms() / 1000)
     ticket = await _ticket(holder)
     for _ in range(3):
-        assert await other.begin("default", "k", "m") == "busy"
-        seen = (await effects.look([("default", "trigger:k")]))[0]
+        assert await other.reserve("default", "k", "m") == "busy"
+        seen = (await effects.get([("default", "trigger:k")]))[0]
         assert seen is not None
         clock.advance(31)
 
         async def renewed(before: int = seen.updated_at_ms) -> None:
             while True:
-                now = (await effects.look([("default", "trigger:k")]))[0]
+                now = (await effects.get([("default", "trigger:k")]))[0]
                 if now is not None and now.updated_at_ms != before:
                     return
                 await asyncio.sleep(0.005)
 
         await asyncio.wait_for(renewed(), 5)
-    assert await other.begin("default", "k", "m") == "busy"
-    await holder.done(ticket, "r", 60_000)
+    assert await other.reserve("default", "k", "m") == "busy"
+    await holder.complete(ticket, "r", 60_000)
     await holder.close()
     await other.close()
 
 
-async def test_a_storm_of_duplicates_on_four_triggers(effects: Effects) -> None:
+async def test_a_storm_of_duplicates_on_four_triggers(effects: EffectStore) -> None:
     ran: list[int] = []
 
     async def act(context: Mapping[str, Any]) -> str:
@@ -127,7 +134,7 @@ async def test_a_storm_of_duplicates_on_four_triggers(effects: Effects) -> None:
 
     rigs = [
         Rig(
-            Recorder(act), broker="storm", dedup=LedgerDedup(effects, "orders"), concurrency=8, prefetch=16,
+            Recorder(act), broker="storm", dedup=LedgerDedupStore(effects, "orders"), concurrency=8, prefetch=16,
             sleep=asyncio.sleep,
         )
         for _ in range(4)
@@ -140,7 +147,7 @@ async def test_a_storm_of_duplicates_on_four_triggers(effects: Effects) -> None:
     await until(lambda: sum(sum(rig.counts.consumed.values()) for rig in rigs) == 400)
     for rig in rigs:
         await rig.trigger.stop()
-    type(broker).forget("storm")
+    type(broker).reset("storm")
     assert sorted(ran) == list(range(10))
     assert sum(rig.counts.dedup_hits for rig in rigs) == 390
 
@@ -174,52 +181,52 @@ async def test_a_key_runs_again_after_its_window_and_when_it_was_given_up() -> N
     assert len(rig.rows) == 4
 
 
-async def test_a_stopped_trigger_frees_the_keys_of_what_it_has_not_run(effects: Effects) -> None:
+async def test_a_stopped_trigger_frees_the_keys_of_what_it_has_not_run(effects: EffectStore) -> None:
     async def for_ever(_: float) -> None:
         await asyncio.Event().wait()
 
     def fail(_: Mapping[str, Any]) -> str:
         raise RuntimeError("not yet")
 
-    rig = Rig(Recorder(fail), dedup=LedgerDedup(effects, "orders"), sleep=for_ever)
+    rig = Rig(Recorder(fail), dedup=LedgerDedupStore(effects, "orders"), sleep=for_ever)
     rig.write(1, dedup_key="k")
     await rig.trigger.start()
     await until(lambda: rig.counts.retries == 1)
-    assert (await effects.look([("default", "trigger:orders:workers:k")]))[0] is not None
+    assert (await effects.get([("default", "trigger:orders:workers:k")]))[0] is not None
     await rig.trigger.stop()
-    assert (await effects.look([("default", "trigger:orders:workers:k")]))[0] is None
+    assert (await effects.get([("default", "trigger:orders:workers:k")]))[0] is None
 
 
-async def test_what_was_cut_off_in_mid_run_stays_reserved_for_a_lease(effects: Effects) -> None:
+async def test_what_was_cut_off_in_mid_run_stays_reserved_for_a_lease(effects: EffectStore) -> None:
     async def hang(_: Mapping[str, Any]) -> str:
         await asyncio.Event().wait()
         return ""
 
     runtime = Recorder(hang)
-    rig = Rig(runtime, dedup=LedgerDedup(effects, "orders"))
+    rig = Rig(runtime, dedup=LedgerDedupStore(effects, "orders"))
     rig.write(1, dedup_key="k")
     await rig.trigger.start()
     await until(lambda: runtime.calls)
     await rig.trigger.stop(timeout_s=0.01)
-    assert await LedgerDedup(effects, "orders").begin("default", "orders:workers:k", "m") == "busy"
+    assert await LedgerDedupStore(effects, "orders").reserve("default", "orders:workers:k", "m") == "busy"
 
 
-class _Flaky(MemoryDedup):
+class _Flaky(InMemoryDedupStore):
     """A store that is away when it is told to be."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begin_down = self.done_down = False
 
-    async def begin(self, tenant_id: str, key: str, message_id: str) -> Answer:
+    async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
         if self.begin_down:
             raise LedgerUnavailable("the ledger is away")
-        return await super().begin(tenant_id, key, message_id)
+        return await super().reserve(tenant_id, key, message_id)
 
-    async def done(self, ticket: Ticket, run_id: str, window_ms: int) -> None:
+    async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
         if self.done_down:
             raise LedgerUnavailable("the ledger is away")
-        await super().done(ticket, run_id, window_ms)
+        await super().complete(ticket, run_id, window_ms)
 
 
 @pytest.mark.parametrize("when", ["begin_down", "done_down"])
@@ -255,9 +262,9 @@ async def test_the_ledger_away_and_back(make_postgres: Any, redis_url: str, name
     server = make_postgres()
     app = Holdfast(redis_url, ledger=server.url, namespace=namespace)
     async with app:
-        assert app.ledger_port is not None
+        assert app.ledger_backend is not None
         runtime = Recorder()
-        rig = Rig(runtime, dedup=LedgerDedup(app.ledger_port.effects, "orders"), sleep=asyncio.sleep)
+        rig = Rig(runtime, dedup=LedgerDedupStore(app.ledger_backend.effects, "orders"), sleep=asyncio.sleep)
         async with rig.trigger:
             rig.write(1)
             await rig.off(1)
@@ -293,12 +300,12 @@ async def test_what_has_run_is_known_even_if_the_trigger_stops_while_the_store_i
     async with rig.trigger:
         await until(lambda: rig.trigger.state is TriggerState.HOLDING)
         dedup.done_down = False
-    assert await dedup.begin("default", "orders:workers:k", "m") == Known("run-1")
+    assert await dedup.reserve("default", "orders:workers:k", "m") == AlreadyHandled("run-1")
 
 
-async def test_after_an_outage_that_was_only_warned_of_no_duplicate_waits_for_ever(effects: Effects) -> None:
-    class Away(LedgerDedup):
-        async def done(self, ticket: Ticket, run_id: str, window_ms: int) -> None:
+async def test_after_an_outage_that_was_only_warned_of_no_duplicate_waits_for_ever(effects: EffectStore) -> None:
+    class Away(LedgerDedupStore):
+        async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
             raise LedgerUnavailable("away")
 
     dedup = Away(effects, "orders")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConnection
+from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
 from holdfast.testing import ManualClock, drain
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.tasks import TaskRuntime
+from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.triggers.rig import Rig, until
 
@@ -36,10 +36,10 @@ async def test_consumed_run_acknowledged_and_recorded_once(stores: dict[str, Any
 
     broker = MemoryBroker.named(namespace)
     config = TriggerConfig(queue_name="orders", consumer_group="workers", concurrency=4)
-    adapter = MemoryAdapter(MemoryConnection(name=namespace), "orders", "workers")
+    adapter = MemoryAdapter(MemoryConfig(name=namespace), "orders", "workers")
     async with app:
-        assert app.ledger_port is not None
-        book = app.ledger_port.triggers
+        assert app.ledger_backend is not None
+        book = app.ledger_backend.triggers
         async with QueueTrigger(config, adapter, TaskRuntime(app, "handle"), book=book) as trigger:
             message_id = broker.write("orders", b'{"n": 1}', {"x-event-name": "paid", "x-tenant-id": "acme"})
             broker.write("orders", b"{", {"x-tenant-id": "acme"})
@@ -53,9 +53,9 @@ async def test_consumed_run_acknowledged_and_recorded_once(stores: dict[str, Any
         assert row.completed_at_ms >= row.started_at_ms
         assert await book.executions(["zeta"]) == []
         job = app.job(row.agent_run_id)
-        assert (await job.view()).state == "succeeded"
+        assert (await job.info()).state == "succeeded"
     assert ran == [("paid", {"n": 1})]
-    MemoryBroker.forget(namespace)
+    MemoryBroker.reset(namespace)
 
 
 async def test_delivered_again_it_is_a_duplicate(stores: dict[str, Any], namespace: str) -> None:
@@ -124,4 +124,4 @@ async def test_many_triggers_share_a_queue(stores: dict[str, Any], namespace: st
         await drain(app)
     assert sorted(ran) == list(range(50))
     assert sum(rig.counts.dedup_hits for rig in rigs) == 550
-    MemoryBroker.forget(namespace)
+    MemoryBroker.reset(namespace)

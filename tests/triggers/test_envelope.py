@@ -11,8 +11,15 @@ import pytest
 
 from holdfast.brokers.port import RawMessage
 from holdfast.errors import PayloadTooLarge
-from holdfast.triggers.envelope import HeaderNames, MessageEnvelope, guessed, storable, trace_id_of
-from holdfast.triggers.parsers import ParseError, parser_of
+from holdfast.triggers.envelope import (
+    HeaderNames,
+    MessageEnvelope,
+    ParseError,
+    key_or_hash,
+    parser_of,
+    tenant_and_event_hint,
+    trace_id_of,
+)
 
 _AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 _W3C = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -58,9 +65,9 @@ def test_names_can_be_set() -> None:
 
 @pytest.mark.parametrize("key", ["k" * 1_001, "ä" * 501, "nul\0", "half \ud800"])
 def test_a_key_that_cannot_be_stored_is_known_by_its_hash(key: str) -> None:
-    found = storable(key)
+    found = key_or_hash(key)
     assert found == "sha256-" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
-    assert storable("k" * 1_000) == "k" * 1_000
+    assert key_or_hash("k" * 1_000) == "k" * 1_000
 
 
 def test_an_over_long_dedup_key() -> None:
@@ -74,14 +81,17 @@ def test_an_over_long_dedup_key() -> None:
 def test_a_tenant_that_cannot_be(tenant: str) -> None:
     with pytest.raises(ParseError, match="x-tenant-id names a tenant that cannot be"):
         _envelope({"x-tenant-id": tenant})
-    assert guessed(_raw({"x-tenant-id": tenant, "x-event-name": "e"}), HeaderNames()) == ("default", "e")
+    assert tenant_and_event_hint(_raw({"x-tenant-id": tenant, "x-event-name": "e"}), HeaderNames()) == ("default", "e")
 
 
 @pytest.mark.parametrize("name", ["e" * 201, "a\x07b"])
 def test_an_event_name_that_cannot_be(name: str) -> None:
     with pytest.raises(ParseError, match="event name"):
         _envelope({"x-event-name": name})
-    assert guessed(_raw({"x-event-name": name, "x-tenant-id": "acme"}), HeaderNames()) == ("acme", "queue_message")
+    assert tenant_and_event_hint(_raw({"x-event-name": name, "x-tenant-id": "acme"}), HeaderNames()) == (
+        "acme",
+        "queue_message",
+    )
 
 
 def test_odd_headers_cost_no_message() -> None:

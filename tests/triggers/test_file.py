@@ -10,8 +10,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from holdfast.errors import InvalidOption
-from holdfast.triggers import config, file
-from holdfast.triggers.file import InvalidTriggers, load_file, load_text
+from holdfast.triggers import config, config_file
+from holdfast.triggers.config_file import InvalidTriggers, load_file, load_text
 
 ONE = """
 queue_name: orders
@@ -50,7 +50,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> None:
         return Connection
 
     monkeypatch.setattr(config, "connection_model", connection_model)
-    monkeypatch.setattr(file, "connection_model", connection_model)
+    monkeypatch.setattr(config_file, "connection_model", connection_model)
 
 
 def mistakes(text: str, **environment: str) -> dict[str, str]:
@@ -207,13 +207,13 @@ def test_what_is_no_variable(text: str) -> None:
 @pytest.mark.parametrize("literal", [SECRET, f"{SECRET}${{A}}", f"${{A:-{SECRET}}}", "$${A}", 12345, ["x"]])
 def test_a_secret_stands_in_no_file(broker: None, literal: Any) -> None:
     found = mistakes(with_connection(password=literal), A="1")
-    assert found == {"adapter.connection.password": file._SECRET}
+    assert found == {"adapter.connection.password": config_file._SECRET}
 
 
 @pytest.mark.parametrize("field", ["url", "plain_url"])
 def test_a_password_in_an_address_neither(broker: None, field: str) -> None:
     found = mistakes(with_connection(**{field: f"amqp://ada:{SECRET}@127.0.0.1/"}))
-    assert found == {f"adapter.connection.{field}": f"the password in it {file._SECRET}"}
+    assert found == {f"adapter.connection.{field}": f"the password in it {config_file._SECRET}"}
     for right in ("amqp://127.0.0.1/", "amqp://ada@127.0.0.1/", "amqp://ada:${SECRET}@127.0.0.1/"):
         connected(with_connection(**{field: right}), SECRET=SECRET)
 

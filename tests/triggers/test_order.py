@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.triggers.lines import Lines
+from holdfast.triggers.consumer import KeyedQueue
 from tests.triggers.rig import Recorder, Rig, until
 
 
@@ -20,7 +20,7 @@ class _One:
 
 
 async def test_of_each_key_one_at_a_time() -> None:
-    lines: Lines[_One] = Lines(10)
+    lines: KeyedQueue[_One] = KeyedQueue(10)
     for number, key in enumerate("aab"):
         lines.put(_One(key, number))
     lines.put(_One("", 3))
@@ -31,7 +31,7 @@ async def test_of_each_key_one_at_a_time() -> None:
     assert not waiting.done()
     first = taken[0]
     assert first is not None
-    lines.back(first)
+    lines.requeue(first)
     assert await waiting is first
     lines.done(first)
     second = await lines.take()
@@ -41,7 +41,7 @@ async def test_of_each_key_one_at_a_time() -> None:
 
 
 async def test_a_cancelled_taker_wakes_another() -> None:
-    lines: Lines[_One] = Lines(10)
+    lines: KeyedQueue[_One] = KeyedQueue(10)
     takers = [asyncio.ensure_future(lines.take()) for _ in range(2)]
     await asyncio.sleep(0)
     lines.put(_One("", 1))
@@ -52,20 +52,20 @@ async def test_a_cancelled_taker_wakes_another() -> None:
 
 
 async def test_shut_for_two_reasons_and_closed() -> None:
-    lines: Lines[_One] = Lines(2)
-    lines.shut("a")
-    lines.shut("b")
+    lines: KeyedQueue[_One] = KeyedQueue(2)
+    lines.block("a")
+    lines.block("b")
     lines.put(_One("", 1))
     taker = asyncio.ensure_future(lines.take())
     await asyncio.sleep(0)
-    lines.open("a")
+    lines.unblock("a")
     await asyncio.sleep(0)
     assert not taker.done()
-    lines.open("b")
+    lines.unblock("b")
     taken = await asyncio.wait_for(taker, 1)
     assert taken is not None
     lines.put(_One("", 2))
-    room = asyncio.ensure_future(lines.room())
+    room = asyncio.ensure_future(lines.wait_for_room())
     await asyncio.sleep(0)
     assert not room.done()
     lines.done(taken)
@@ -147,7 +147,7 @@ async def test_no_more_at_once_than_concurrency() -> None:
         rig.write(number)
     async with rig.trigger:
         await until(lambda: now == 3)
-        await until(lambda: rig.trigger.in_hand == 5)
+        await until(lambda: rig.trigger.in_flight == 5)
         go.set()
         await rig.off(10)
     assert most == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.triggers.config import TriggerEntry
-from holdfast.triggers.file import load_text
+from holdfast.triggers.config_file import load_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "triggers.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from holdfast.errors import InvalidOption
-from holdfast.triggers.parsers import ParseError, parser_of
+from holdfast.triggers.envelope import ParseError, parser_of
 
 
 def test_json_keeps_everything() -> None:

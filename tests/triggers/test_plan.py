@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidOption
-from holdfast.triggers.plan import make_plan
+from holdfast.triggers.config import plan_capacity
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from holdfast.triggers.plan import make_plan
     ],
 )
 def test_concurrency(rate: float, seconds: float, cores: int, waiting: bool, wanted: int, concurrency: int) -> None:
-    plan = make_plan(rate=rate, seconds_per_message=seconds, message_bytes=1000, cores=cores, waiting=waiting)
+    plan = plan_capacity(rate=rate, seconds_per_message=seconds, message_bytes=1000, cores=cores, waiting=waiting)
     assert (plan.wanted, plan.concurrency) == (wanted, concurrency)
     assert plan.enough == (concurrency == wanted)
     assert plan.processes == math.ceil(wanted / concurrency)
@@ -32,15 +32,15 @@ def test_concurrency(rate: float, seconds: float, cores: int, waiting: bool, wan
 
 
 def test_memory() -> None:
-    plan = make_plan(rate=10, seconds_per_message=1, message_bytes=2**20, cores=5)
+    plan = plan_capacity(rate=10, seconds_per_message=1, message_bytes=2**20, cores=5)
     assert plan.memory_mb == pytest.approx((100 + 10 * 100 + 50) * 1.5)
-    assert make_plan(rate=1, seconds_per_message=1, message_bytes=0, cores=1).memory_mb == 225
+    assert plan_capacity(rate=1, seconds_per_message=1, message_bytes=0, cores=1).memory_mb == 225
 
 
 @given(rate=st.floats(0.001, 1e6), seconds=st.floats(0.001, 1e3), cores=st.integers(1, 256), size=st.floats(0, 1e6))
 def test_never_too_few_unless_the_cores_say_so(rate: float, seconds: float, cores: int, size: float) -> None:
-    free = make_plan(rate=rate, seconds_per_message=seconds, message_bytes=size, cores=cores, waiting=True)
-    bound = make_plan(rate=rate, seconds_per_message=seconds, message_bytes=size, cores=cores)
+    free = plan_capacity(rate=rate, seconds_per_message=seconds, message_bytes=size, cores=cores, waiting=True)
+    bound = plan_capacity(rate=rate, seconds_per_message=seconds, message_bytes=size, cores=cores)
     assert free.enough
     assert free.concurrency >= rate * seconds * (1 - 1e-6)
     assert free.concurrency <= rate * seconds + 1.000001
@@ -64,4 +64,4 @@ def test_never_too_few_unless_the_cores_say_so(rate: float, seconds: float, core
 def test_numbers_that_cannot_be(wrong: dict[str, float]) -> None:
     right = {"rate": 1, "seconds_per_message": 1, "message_bytes": 1, "cores": 1}
     with pytest.raises(InvalidOption, match="must be"):
-        make_plan(**right | wrong)  # type: ignore[arg-type]
+        plan_capacity(**right | wrong)  # type: ignore[arg-type]

@@ -13,17 +13,16 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryBroker
-from holdfast.core.person import Person, Role
+from holdfast.core.principal import AuditEntry, Principal, Role
 from holdfast.errors import BrokerUnavailable, EngineUnavailable, InvalidOption, LedgerUnavailable
-from holdfast.ledger.people import Action
-from holdfast.people.triggering import Triggering
+from holdfast.operations.messages import TriggerOperations
 from holdfast.testing import drain
 from holdfast.triggers.config import TriggerEntry
-from holdfast.triggers.process import Triggers
+from holdfast.triggers.service import TriggerService
 from tests.observe.support import eventually
 
 PATIENCE_S = 60.0
-ADA = Person(name="ada", role=Role.OPERATOR, tenants=frozenset({"*"}))
+ADA = Principal(name="ada", role=Role.OPERATOR, tenants=frozenset({"*"}))
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ async def app(tmp_path: Path) -> AsyncIterator[Holdfast]:
 
 
 @asynccontextmanager
-async def running(triggers: Triggers) -> AsyncIterator[asyncio.Task[None]]:
+async def running(triggers: TriggerService) -> AsyncIterator[asyncio.Task[None]]:
     task = asyncio.create_task(triggers.run())
     try:
         yield task
@@ -68,9 +67,9 @@ async def running(triggers: Triggers) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.wait_for(task, PATIENCE_S)
 
 
-def office(app: Holdfast) -> Triggering:
-    assert app.ledger_port is not None
-    return Triggering(app.ledger_port)
+def office(app: Holdfast) -> TriggerOperations:
+    assert app.ledger_backend is not None
+    return TriggerOperations(app.ledger_backend)
 
 
 async def queued(app: Holdfast) -> int:
@@ -83,7 +82,7 @@ Entry = Callable[..., TriggerEntry]
 async def test_messages_become_jobs_and_the_ledger_knows_who_is_here(
     app: Holdfast, broker: MemoryBroker, entry: Entry
 ) -> None:
-    triggers = Triggers(app, [entry("orders"), entry("returns")], report_s=0.02)
+    triggers = TriggerService(app, [entry("orders"), entry("returns")], report_s=0.02)
     assert not triggers.ready
     for number in range(3):
         broker.write("orders", str(number).encode())
@@ -119,7 +118,7 @@ async def test_messages_become_jobs_and_the_ledger_knows_who_is_here(
 async def test_a_pause_reaches_the_process_and_so_does_its_end(
     app: Holdfast, broker: MemoryBroker, entry: Entry
 ) -> None:
-    async with running(Triggers(app, [entry("orders"), entry("returns")], report_s=0.01)):
+    async with running(TriggerService(app, [entry("orders"), entry("returns")], report_s=0.01)):
 
         async def present() -> bool:
             return len(await office(app).list(ADA)) == 2
@@ -148,13 +147,13 @@ async def test_a_pause_reaches_the_process_and_so_does_its_end(
 
 
 async def test_what_is_paused_does_not_begin(app: Holdfast, broker: MemoryBroker, entry: Entry) -> None:
-    assert app.ledger_port is not None
-    action = Action(type="operator.trigger_pause", actor="ada", tenant_id="*", target="trigger", target_id="orders")
-    await app.ledger_port.triggers.set_paused("orders", True, action)
+    assert app.ledger_backend is not None
+    action = AuditEntry(type="operator.trigger_pause", actor="ada", tenant_id="*", target="trigger", target_id="orders")
+    await app.ledger_backend.triggers.set_paused("orders", True, action)
     for number in range(20):
         broker.write("orders", str(number).encode())
     broker.write("returns", b"1")
-    triggers = Triggers(app, [entry("orders", concurrency=20), entry("returns")], report_s=0.01)
+    triggers = TriggerService(app, [entry("orders", concurrency=20), entry("returns")], report_s=0.01)
     async with running(triggers):
 
         async def other_one_works() -> bool:
@@ -170,12 +169,12 @@ async def test_all_that_cannot_connect_are_named(
 ) -> None:
     broker.write("orders", b"1")
     away = {"type": "redis", "connection": {"url": redis_down}}
-    triggers = Triggers(app, [entry("orders"), entry("a", adapter=away), entry("b", adapter=away)])
+    triggers = TriggerService(app, [entry("orders"), entry("a", adapter=away), entry("b", adapter=away)])
     with pytest.raises(BrokerUnavailable, match=r"trigger a: .*; trigger b: "):
         await triggers.run()
     assert await office(app).list(ADA) == []
     # Whoever comes next gets what it may have had in hand, or it is a job: never neither.
-    async with running(Triggers(app, [entry("orders")])):
+    async with running(TriggerService(app, [entry("orders")])):
 
         async def there() -> bool:
             return await queued(app) == 1
@@ -196,7 +195,7 @@ def test_all_that_cannot_be_built_are_named(entry: Entry) -> None:
         async def other() -> None: ...
 
         async with app:
-            Triggers(
+            TriggerService(
                 app, [entry("a"), entry("b", runtime={"callable": "nowhere:f"}), entry("c", runtime={"task": "other"})]
             )
 
@@ -207,7 +206,7 @@ def test_all_that_cannot_be_built_are_named(entry: Entry) -> None:
 async def test_without_a_ledger(redis_url: str, namespace: str, broker: MemoryBroker, entry: Entry) -> None:
     async with Holdfast(redis_url, namespace=namespace) as app:
         broker.write("orders", b'{"a": 1}')
-        triggers = Triggers(app, [entry("orders")])
+        triggers = TriggerService(app, [entry("orders")])
         async with running(triggers):
 
             async def there() -> bool:
@@ -215,21 +214,21 @@ async def test_without_a_ledger(redis_url: str, namespace: str, broker: MemoryBr
 
             await eventually(there, "the job")
         with pytest.raises(InvalidOption, match=r"enable_dedup .* needs a ledger"):
-            Triggers(app, [entry("x", runtime={"callable": "json:dumps"})])
+            TriggerService(app, [entry("x", runtime={"callable": "json:dumps"})])
 
 
 async def test_a_ledger_that_is_away_changes_nothing(
     app: Holdfast, broker: MemoryBroker, entry: Entry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert app.ledger_port is not None
+    assert app.ledger_backend is not None
     asked = []
 
     async def away(*_: object, **__: object) -> None:
         asked.append(1)
         raise LedgerUnavailable("gone for lunch")
 
-    triggers = Triggers(app, [entry("orders")], report_s=0.01)
-    for name in ("report", "pauses", "leave"):
+    triggers = TriggerService(app, [entry("orders")], report_s=0.01)
+    for name in ("heartbeat", "pauses", "remove_process"):
         monkeypatch.setattr(triggers._book, name, away)
     with caplog.at_level(logging.WARNING, "holdfast.trigger"):
         async with running(triggers):
@@ -250,8 +249,8 @@ async def test_a_ledger_that_is_away_changes_nothing(
 async def test_not_ready_while_the_engine_is_down(
     app: Holdfast, broker: MemoryBroker, entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triggers = Triggers(app, [entry("orders")], report_s=0.01)
-    desk = await app.desk()
+    triggers = TriggerService(app, [entry("orders")], report_s=0.01)
+    desk = await app.submitter()
 
     async def refuse(_: object) -> None:
         raise EngineUnavailable("gone")
@@ -299,7 +298,9 @@ def blocking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str) ->
 async def test_stop_waits_for_what_is_in_hand_and_a_second_one_does_not(
     app: Holdfast, broker: MemoryBroker, entry: Entry, blocking: Any, hurry: bool
 ) -> None:
-    triggers = Triggers(app, [entry("orders", runtime={"callable": f"{blocking.__name__}:handle"})], report_s=0.01)
+    triggers = TriggerService(
+        app, [entry("orders", runtime={"callable": f"{blocking.__name__}:handle"})], report_s=0.01
+    )
     broker.write("orders", b"1")
     task = asyncio.create_task(triggers.run())
 
@@ -336,4 +337,4 @@ async def test_functions_that_are_not_there(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("raise ValueError('boom')")
     with pytest.raises(InvalidOption, match=words):
-        Triggers(app, [entry(runtime={"callable": reference})])
+        TriggerService(app, [entry(runtime={"callable": reference})])

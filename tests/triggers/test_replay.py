@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 
 from holdfast.brokers.factory import build_adapter, build_publisher, dead_letter_queue
 from holdfast.brokers.memory import MemoryAdapter, MemoryBroker
-from holdfast.brokers.port import Outgoing, QueueAdapter, RawMessage
+from holdfast.brokers.port import OutgoingMessage, QueueAdapter, RawMessage
 from holdfast.errors import InvalidOption
 from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.replay import REPLAY_ID, replay_dead_letters
@@ -76,7 +76,7 @@ def adapter_of(entry: TriggerEntry) -> QueueAdapter:
     return build_adapter(entry.adapter.type, entry.adapter.connection, entry.queue_name, entry.consumer_group)
 
 
-async def publish(entry: TriggerEntry, *messages: Outgoing) -> None:
+async def publish(entry: TriggerEntry, *messages: OutgoingMessage) -> None:
     publisher = build_publisher(entry.adapter.type, entry.adapter.connection)
     await publisher.connect()
     assert await publisher.publish(messages) == [None] * len(messages)
@@ -100,7 +100,7 @@ async def test_dead_letters_come_back_as_the_messages_that_they_were(entry: Trig
     await publish(
         entry,
         *(
-            Outgoing(entry.queue_name, body, headers, key, f"event-{number}")
+            OutgoingMessage(entry.queue_name, body, headers, key, f"event-{number}")
             for number, (body, headers, key) in enumerate(originals)
         ),
     )
@@ -230,7 +230,8 @@ async def test_dead_letters_of_another_queue_are_left_to_it(kind: str, request: 
     mine, other = (entry_of(kind, connection, f"{queue}-{name}", dlq_name=graves) for queue in ("mine", "other"))
     dead = {"x-dead-reason": "no", "x-dead-message-id": "1"}
     await publish(
-        mine, *(Outgoing(graves, b"1", {**dead, "x-dead-source": entry.queue_name}, "") for entry in (other, mine))
+        mine,
+        *(OutgoingMessage(graves, b"1", {**dead, "x-dead-source": entry.queue_name}, "") for entry in (other, mine)),
     )
     for entry in (mine, other):
         report = await replay_dead_letters(entry)
@@ -246,8 +247,8 @@ async def test_too_many_dead_letters_of_another_queue_in_front_are_reported(redi
     name = secrets.token_hex(6)
     graves = f"graves-{name}"
     mine = entry_of("redis", {"url": redis_url}, f"mine-{name}", dlq_name=graves)
-    foreign = Outgoing(graves, b"1", {"x-dead-source": "other"}, "")
-    await publish(mine, foreign, foreign, Outgoing(graves, b"2", {"x-dead-source": mine.queue_name}, ""))
+    foreign = OutgoingMessage(graves, b"1", {"x-dead-source": "other"}, "")
+    await publish(mine, foreign, foreign, OutgoingMessage(graves, b"2", {"x-dead-source": mine.queue_name}, ""))
     report = await replay_dead_letters(mine, limit=2)
     assert (report.results, report.stopped[:31]) == ([], "2 dead letters of other queues,")
     assert (await replay_dead_letters(mine, limit=3)).done == 1

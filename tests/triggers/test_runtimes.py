@@ -13,26 +13,25 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from holdfast import AskPeople, Deny, Fatal, Holdfast
+from holdfast import Deny, Fatal, Holdfast, RequireApproval
+from holdfast.aio import serve_tcp
 from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, PayloadTooLarge, UnknownTask
-from holdfast.ledger.trigger_book import Status
-from holdfast.listening import listening
+from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.testing import drain
-from holdfast.triggers.callables import CallableRuntime
-from holdfast.triggers.dedup import MemoryDedup
+from holdfast.triggers.dedup import InMemoryDedupStore
 from holdfast.triggers.http_runtime import HttpRuntime, RuntimeFailed
-from holdfast.triggers.runtime import Call
-from holdfast.triggers.tasks import TaskRuntime
-from holdfast.triggers.trigger import TriggerState
+from holdfast.triggers.runtime import CallableRuntime, RuntimeCall
+from holdfast.triggers.state import TriggerState
+from holdfast.triggers.task_runtime import TaskRuntime
 from tests.triggers.rig import Rig, until
 
 _W3C = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-def _call(message: Any = None, message_json: bytes | None = None, **given: Any) -> Call:
+def _call(message: Any = None, message_json: bytes | None = None, **given: Any) -> RuntimeCall:
     context = {"message": message, "headers": {}, "source": "q", "message_id": "m", "received_at": "now"}
     defaults: dict[str, Any] = {"event_name": "e", "focus": None, "tenant_id": "default", "trace_id": "t"}
-    return Call(context=context, message_json=message_json, **(defaults | given))
+    return RuntimeCall(context=context, message_json=message_json, **(defaults | given))
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ async def test_a_message_becomes_a_job(app: Holdfast) -> None:
     await rig.run(1)
     (row,) = rig.rows
     assert (row.status, row.tenant_id, row.trace_id) == ("success", "acme", _W3C.split("-")[1])
-    view = await (await app.desk()).get("default", row.agent_run_id)
+    view = await (await app.submitter()).get("default", row.agent_run_id)
     assert view is not None
     assert (view.tenant_id, view.trace_id, view.task) == ("acme", row.trace_id, "handle")
     assert (view.meta.traceparent, view.meta.key_window_ms) == (_W3C, 3_600_000)
@@ -94,7 +93,7 @@ async def test_duplicates_are_one_job_and_all_acknowledged(app: Holdfast) -> Non
     await drain(app)
     assert sorted(ran) == [0, 1, 2, 3]
     assert rig.adapter.words == ["ack"] * 40
-    assert (rig.counts.dedup_hits, rig.counts.consumed[Status.SUCCESS]) == (36, 4)
+    assert (rig.counts.dedup_hits, rig.counts.consumed[ExecutionStatus.SUCCESS]) == (36, 4)
 
 
 async def test_tenants_and_groups_have_keys_of_their_own(app: Holdfast) -> None:
@@ -149,12 +148,12 @@ async def test_people_can_be_asked_about_jobs(tmp_path: Any) -> None:
     @app.task
     async def pay(message: int) -> None: ...
 
-    app.guard.rule("budget", then=AskPeople("look at it"))
+    app.guard.rule("budget", then=RequireApproval("look at it"))
     async with app:
         rig = Rig(TaskRuntime(app, "pay"))
         rig.write(1)
         await rig.run(1)
-        view = await (await app.desk()).get("default", rig.rows[0].agent_run_id)
+        view = await (await app.submitter()).get("default", rig.rows[0].agent_run_id)
         assert view is not None
         assert view.state == "waiting_approval"
         assert rig.rows[0].status == "success"
@@ -183,7 +182,7 @@ async def test_the_engine_being_away_holds(make_redis: Any, namespace: str) -> N
             await rig.off(5)
             await until(lambda: rig.trigger.ready, "ready")
         assert not rig.dead
-        assert {row.status for row in rig.rows} == {Status.SUCCESS}
+        assert {row.status for row in rig.rows} == {ExecutionStatus.SUCCESS}
 
 
 async def test_what_a_task_gets() -> None:
@@ -195,7 +194,7 @@ async def test_what_a_task_gets() -> None:
             seen[envelope.task] = envelope.payload
             return type("Receipt", (), {"job_id": "j", "duplicate": False})
 
-    app.inline_desk = Desk()  # type: ignore[assignment]
+    app._inline_submitter = Desk()  # type: ignore[assignment]
 
     @app.task
     def by_name(message_id: str, message: Any, extra: int = 1) -> None: ...
@@ -215,28 +214,28 @@ async def test_what_a_task_gets() -> None:
     big = b'{"number": 123456789012345678901234567890}'
     call = _call({"number": 1}, b'{"number": 1}')
     for name in ("by_name", "one", "several"):
-        await TaskRuntime(app, name).act(call)
+        await TaskRuntime(app, name).run_call(call)
     assert json.loads(seen["by_name"]) == {"message_id": "m", "message": {"number": 1}}
     assert json.loads(seen["one"]) == {"order": {"number": 1}}
     assert seen["several"] == b'{"number": 1}'
-    await TaskRuntime(app, "by_name").act(_call(None, big))
+    await TaskRuntime(app, "by_name").run_call(_call(None, big))
     assert b"123456789012345678901234567890" in seen["by_name"]
-    await TaskRuntime(app).act(_call(b"\x00\xff", event_name="by_name"))
+    await TaskRuntime(app).run_call(_call(b"\x00\xff", event_name="by_name"))
     assert json.loads(seen["by_name"])["message"] == "AP8="
     with pytest.raises(InvalidOption, match="'other' that no message can fill"):
         TaskRuntime(app, "impossible")
     with pytest.raises(UnknownTask):
         TaskRuntime(app, "nobody")
     with pytest.raises(UnknownTask):
-        await TaskRuntime(app).act(call)
+        await TaskRuntime(app).run_call(call)
     with pytest.raises(InvalidPayload):
-        await TaskRuntime(app, "one").act(_call("x", b'"x"'))
+        await TaskRuntime(app, "one").run_call(_call("x", b'"x"'))
     for odd in (_call([1, "x"], b'[1, "x"]'), _call("x")):
         with pytest.raises(InvalidPayload, match="must be JSON objects"):
-            await TaskRuntime(app, "several").act(odd)
+            await TaskRuntime(app, "several").run_call(odd)
     large = json.dumps({"number": 1, "note": "x" * 2_000_000}).encode()
     with pytest.raises(PayloadTooLarge):
-        await TaskRuntime(app, "several").act(_call({}, large))
+        await TaskRuntime(app, "several").run_call(_call({}, large))
     assert await TaskRuntime(app, "one").trigger_event("e", call.context, None, "default") == "j"
 
 
@@ -249,8 +248,8 @@ async def test_an_app_without_tasks_passes_all_of_it_on() -> None:
             seen.append(json.loads(envelope.payload))
             return type("Receipt", (), {"job_id": "j", "duplicate": False})
 
-    app.inline_desk = Desk()  # type: ignore[assignment]
-    await TaskRuntime(app).act(_call(1, b"1"))
+    app._inline_submitter = Desk()  # type: ignore[assignment]
+    await TaskRuntime(app).run_call(_call(1, b"1"))
     assert seen[0].keys() == {"event_name", "message", "headers", "source", "message_id", "received_at", "focus"}
 
 
@@ -264,9 +263,9 @@ async def test_an_app_that_is_closed_holds(app: Holdfast) -> None:
         async def submit(self, envelope: Any) -> Any:
             raise asyncio.CancelledError
 
-    app.inline_desk = Closed()  # type: ignore[assignment]
+    app._inline_submitter = Closed()  # type: ignore[assignment]
     with pytest.raises(EngineUnavailable, match="was closed"):
-        await runtime.act(_call(1, b"1"))
+        await runtime.run_call(_call(1, b"1"))
 
 
 async def test_an_unknown_event_fails_for_good(app: Holdfast) -> None:
@@ -305,8 +304,8 @@ async def test_callables(answer: _Answer) -> None:
         where.append(threading.current_thread().name)
         return answer.given
 
-    assert (await CallableRuntime(plain).act(_call(1))).run_id == answer.run_id
-    assert (await CallableRuntime(on_loop).act(_call(1))).run_id == answer.run_id
+    assert (await CallableRuntime(plain).run_call(_call(1))).run_id == answer.run_id
+    assert (await CallableRuntime(on_loop).run_call(_call(1))).run_id == answer.run_id
     assert where[0] != where[1] == threading.current_thread().name
 
 
@@ -352,7 +351,7 @@ class _Agent:
 @asynccontextmanager
 async def _agent() -> AsyncIterator[_Agent]:
     agent = _Agent()
-    async with listening(agent.serve, "127.0.0.1") as port:
+    async with serve_tcp(agent.serve, "127.0.0.1") as port:
         agent.url = f"http://127.0.0.1:{port}/events"
         yield agent
 
@@ -379,15 +378,15 @@ async def test_http_answers() -> None:
         for status in (400, 401, 404, 409, 422, 301):
             agent.answers.append((status, b""))
             with pytest.raises(Fatal, match=f"answered {status}"):
-                await runtime.act(_call(1))
+                await runtime.run_call(_call(1))
         for status in (408, 429, 500, 503):
             agent.answers.append((status, b""))
             with pytest.raises(RuntimeFailed, match=f"answered {status}"):
-                await runtime.act(_call(1))
+                await runtime.run_call(_call(1))
         for answer, run_id in ((b'{"id": 5}', "5"), (b"", ""), (b"no json", ""), (b"[]", "")):
             agent.answers.append((201, answer))
-            assert (await runtime.act(_call(1))).run_id == run_id
-        await runtime.act(_call(1, key="ü" * 400, traceparent=_W3C))
+            assert (await runtime.run_call(_call(1))).run_id == run_id
+        await runtime.run_call(_call(1, key="ü" * 400, traceparent=_W3C))
         assert agent.requests[-1][0]["idempotency-key"].startswith("sha256-")
         assert agent.requests[-1][0]["traceparent"] == _W3C
         assert await runtime.trigger_event("e", _call(b"\xff").context, None, "default") == "r-1"
@@ -407,7 +406,7 @@ async def test_http_is_tried_again_then_a_dead_letter() -> None:
         assert len({headers["idempotency-key"] for headers, _ in agent.requests}) == 1
         await runtime.close()
     closed = HttpRuntime(agent.url, timeout_s=2)
-    gone = Rig(closed, max_retries=1, dedup=MemoryDedup())
+    gone = Rig(closed, max_retries=1, dedup=InMemoryDedupStore())
     gone.write(1)
     await gone.run(1)
     await closed.close()

@@ -13,20 +13,20 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from holdfast import AskPeople, Deny, Fatal, Unavailable
+from holdfast import Deny, Fatal, RequireApproval, Unavailable
 from holdfast.brokers.memory import MemoryBroker
 from holdfast.brokers.port import RawMessage
 from holdfast.clock import SystemClock
 from holdfast.errors import BrokerUnavailable, IntakeRefused, InvalidOption, UsageError
-from holdfast.guard.decision import Decision, GuardRequest
-from holdfast.guard.gate import Gate
-from holdfast.guard.guards import Guards
-from holdfast.ledger.trigger_book import Status
+from holdfast.guard.decisions import Decision, GuardRequest
+from holdfast.guard.registry import GuardRegistry
+from holdfast.guard.runner import GuardRunner
+from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.testing import ManualClock
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.counts import TriggerCounts
-from holdfast.triggers.records import Records
-from holdfast.triggers.trigger import QueueTrigger, TriggerState
+from holdfast.triggers.execution_log import ExecutionLog
+from holdfast.triggers.state import TriggerCounters, TriggerState
+from holdfast.triggers.trigger import QueueTrigger
 from tests.triggers.rig import MemoryBook, Recorder, Rig, until
 
 
@@ -43,12 +43,12 @@ def _failing(times: int, error: Exception | None = None) -> Recorder:
     return Recorder(act)
 
 
-def _gate(guards: Guards) -> Gate:
-    return Gate(guards, {}, SystemClock(), None, can_ask=True)
+def _gate(guards: GuardRegistry) -> GuardRunner:
+    return GuardRunner(guards, {}, SystemClock(), None, can_ask=True)
 
 
-def _guarded(decide: Any) -> Gate:
-    guards = Guards(lambda: 5.0)
+def _guarded(decide: Any) -> GuardRunner:
+    guards = GuardRegistry(lambda: 5.0)
     guards(decide)
     return _gate(guards)
 
@@ -70,7 +70,7 @@ async def test_a_message_runs_is_acknowledged_and_recorded() -> None:
     assert (row.status, row.tenant_id, row.event_name, row.agent_run_id) == ("success", "acme", "order.paid", "run-1")
     assert (row.message_id, row.queue_name, row.trace_id) == (message_id, "orders", f"queue-{message_id}")
     assert row.started_at_ms == row.completed_at_ms == clock.now_ms()
-    assert (rig.counts.calls, rig.counts.consumed[Status.SUCCESS]) == (1, 1)
+    assert (rig.counts.calls, rig.counts.consumed[ExecutionStatus.SUCCESS]) == (1, 1)
     assert sum(rig.counts.durations.buckets) == sum(rig.counts.delays.buckets) == 1
 
 
@@ -102,7 +102,7 @@ async def test_too_large_and_a_tenant_that_cannot_be_are_dead_letters() -> None:
     assert "the message has 202 bytes" in reasons[0]
     assert "names a tenant that cannot be" in reasons[1]
     assert not runtime.calls
-    assert {row.status for row in rig.rows} == {Status.UNPARSABLE}
+    assert {row.status for row in rig.rows} == {ExecutionStatus.UNPARSABLE}
 
 
 async def test_a_dead_letter_that_cannot_be_written_is_tried_until_it_can() -> None:
@@ -154,7 +154,7 @@ async def test_what_is_somebody_elses_by_now_is_dropped() -> None:
         rig.broker.lose_connections()
         go.set()
         await rig.off(3)
-    assert rig.counts.disowned == 1
+    assert rig.counts.lost_messages == 1
     assert sorted(runtime.messages) == [1, 1, 2]
 
 
@@ -243,7 +243,7 @@ async def test_a_message_that_is_requeued_again_and_again_is_slowed_down() -> No
 
 async def test_asking_people_is_a_denial_for_what_is_no_job() -> None:
     async def ask(_: GuardRequest) -> Decision | None:
-        return AskPeople("a lot of money")
+        return RequireApproval("a lot of money")
 
     runtime = Recorder()
     rig = Rig(runtime, gate=_guarded(ask))
@@ -478,7 +478,7 @@ async def test_a_stop_in_a_hurry_waits_for_nobody() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
     assert not stopping.done()
-    rig.trigger.hurry()
+    rig.trigger.stop_now()
     async with asyncio.timeout(2):
         await stopping
     assert not rig.adapter.told
@@ -678,9 +678,9 @@ async def test_records_that_do_not_fit_are_counted_and_told_once(caplog: pytest.
     for number in range(6):
         rig.write(number)
     await rig.run(6)
-    book, counts = MemoryBook(), TriggerCounts("q")
+    book, counts = MemoryBook(), TriggerCounters("q")
     book.down = True
-    records = Records(book, counts, limit=4)
+    records = ExecutionLog(book, counts, limit=4)
     with caplog.at_level(logging.WARNING, "holdfast.trigger"):
         for row in rig.rows:
             records.put(row)
@@ -693,10 +693,10 @@ async def test_records_that_do_not_fit_are_counted_and_told_once(caplog: pytest.
 
 async def test_one_bad_row_does_not_keep_the_others_out(caplog: pytest.LogCaptureFixture) -> None:
     class Picky(MemoryBook):
-        async def record(self, executions: Any) -> None:
+        async def record_executions(self, executions: Any) -> None:
             if any(execution.message_id == "orders-2" for execution in executions):
                 raise ValueError("cannot be stored")
-            await super().record(executions)
+            await super().record_executions(executions)
 
     rig = Rig(Recorder())
     picky = Picky()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import assert_type
 
-from holdfast import AskPeople, Consent, Context, Deny, GuardRequest, Holdfast, Job, Retry, Task
+from holdfast import Approval, Context, Deny, GuardRequest, Holdfast, Job, RequireApproval, Retry, Task
 
 app = Holdfast("sqlite://")
 
@@ -48,7 +48,7 @@ async def right() -> None:
     assert_type(await add.submit_many([(1,), (2, 3)]), list[Job[int]])
     assert_type(await add.submit_many([add.options(idempotency_key="k").bind(1), (2, 3)]), list[Job[int]])
     assert_type(await add.submit_many(add.options(delay=n).bind(n, b=n) for n in range(3)), list[Job[int]])
-    assert_type(await app.job("id").view(), object)  # error: assert-type
+    assert_type(await app.job("id").info(), object)  # error: assert-type
 
 
 async def measure(size: int) -> float:
@@ -83,8 +83,8 @@ async def acts_wrongly(ctx: Context) -> None:
 
 
 @app.guard
-async def later(request: GuardRequest) -> AskPeople | None:
-    return AskPeople("why", quorum=2, deadline=60) if request.arguments else None
+async def later(request: GuardRequest) -> RequireApproval | None:
+    return RequireApproval("why", quorum=2, deadline=60) if request.arguments else None
 
 
 @app.guard(name="plain")
@@ -101,10 +101,10 @@ def no_guard(request: int) -> str:
 
 
 async def asks_rightly(ctx: Context) -> None:
-    assert_type(await ctx.approval("name"), Consent)
-    assert_type(await ctx.approval("name", {"any": 1}, reason="why", quorum=2, deadline=60), Consent)
-    assert_type(ctx.blocking.approval("name", [1]), Consent)
-    app.guard.rule("name", task="pay*", tenant="acme", when=lambda args: args["n"] > 1, then=AskPeople("why"))
+    assert_type(await ctx.approval("name"), Approval)
+    assert_type(await ctx.approval("name", {"any": 1}, reason="why", quorum=2, deadline=60), Approval)
+    assert_type(ctx.blocking.approval("name", [1]), Approval)
+    app.guard.rule("name", task="pay*", tenant="acme", when=lambda args: args["n"] > 1, then=RequireApproval("why"))
 
 
 async def asks_wrongly(ctx: Context) -> None:
@@ -113,7 +113,7 @@ async def asks_wrongly(ctx: Context) -> None:
     ctx.blocking.approval("name", quorum="2")  # error: arg-type
     app.guard.rule("name", then="no")  # error: arg-type
     app.guard.rule("name")  # error: call-arg
-    AskPeople()  # error: call-arg
+    RequireApproval()  # error: call-arg
 
 
 async def wrong() -> None:

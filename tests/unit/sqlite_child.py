@@ -14,7 +14,7 @@ from pathlib import Path
 from holdfast.core.states import State
 from holdfast.core.verdict import Settlement, Succeed
 from holdfast.engine.sqlite.engine import SqliteEngine
-from holdfast.engine.sqlite.transaction import Transaction
+from holdfast.sqlite.transaction import Transaction
 from tests.unit.sqlite_rig import QUEUE, envelope, opened
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.job import Claim, Envelope, Failure, new_job_ids
-from holdfast.core.verdict import Answer, Settlement, Verdict
-from holdfast.engine.port import EngineOptions
+from holdfast.core.verdict import Settlement, SettleResult, Verdict
+from holdfast.engine.port.jobs import EngineOptions
 from holdfast.engine.sqlite.engine import SqliteEngine
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 
 QUEUE = "orders"
 FAILURE = Failure("TASK_ERROR", "no luck", "LuckError", "Traceback: line 1")
@@ -38,7 +38,7 @@ async def start_one(engine: SqliteEngine, **fields: Any) -> Claim:
     return claim
 
 
-async def settle(engine: SqliteEngine, claim: Claim, verdict: Verdict) -> Answer:
+async def settle(engine: SqliteEngine, claim: Claim, verdict: Verdict) -> SettleResult:
     (answer,) = await engine.settle([Settlement(claim, verdict, await engine.now_ms())])
     return answer
 

@@ -10,7 +10,7 @@ import pytest
 from holdfast import Context, Holdfast, Retry, Settings
 from holdfast.core.verdict import OnExhausted
 from holdfast.errors import DuplicateTask, InvalidOption
-from holdfast.worker.plan import Mode
+from holdfast.execution.spec import ExecutionMode
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def test_where_functions_run(app: Holdfast) -> None:
 
     def in_thread() -> None: ...
 
-    assert app.task(on_loop).plan.mode is Mode.LOOP
-    assert app.task(in_thread).plan.mode is Mode.THREAD
-    assert app.task(name="p", process=True)(in_thread).plan.mode is Mode.PROCESS
-    assert app.task(name="lambda")(lambda: None).plan.mode is Mode.THREAD
+    assert app.task(on_loop).plan.mode is ExecutionMode.LOOP
+    assert app.task(in_thread).plan.mode is ExecutionMode.THREAD
+    assert app.task(name="p", process=True)(in_thread).plan.mode is ExecutionMode.PROCESS
+    assert app.task(name="lambda")(lambda: None).plan.mode is ExecutionMode.THREAD
 
 
 def test_a_policy_is_kept(app: Holdfast) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from holdfast.core.backoff import Backoff
+from holdfast.core.retry import Backoff
 
 
 def test_pauses_double_up_to_the_cap_and_are_spread() -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.upkeep.loop import forever
+from holdfast.upkeep.loop import run_forever
 
 
 async def test_a_loop_ends_although_a_library_makes_something_else_of_the_cancellation() -> None:
@@ -21,7 +21,7 @@ async def test_a_loop_ends_although_a_library_makes_something_else_of_the_cancel
         # A cancellation that was noticed only after the pause would keep its process for minutes.
         return 300.0
 
-    loop = asyncio.create_task(forever("turning", turn))
+    loop = asyncio.create_task(run_forever("turning", turn))
     await began.wait()
     loop.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.verdict import Kind
+from holdfast.core.verdict import FailureKind
 from holdfast.errors import EngineUnavailable, Fatal, InvalidPayload, Unavailable
-from holdfast.worker.classify import MESSAGE_LIMIT, STACK_LIMIT, failure, misfit, process_died, raised
-from holdfast.worker.plan import Policy
+from holdfast.execution.invoke import (
+    MESSAGE_LIMIT,
+    STACK_LIMIT,
+    describe_failure,
+    failure_outcome,
+    invalid_payload,
+    process_died,
+)
+from holdfast.execution.spec import TaskPolicy
 
-NAMED = Policy(retry_on=(OSError,), fatal_on=(FileNotFoundError,), unavailable_on=(ConnectionError,))
+NAMED = TaskPolicy(retry_on=(OSError,), fatal_on=(FileNotFoundError,), unavailable_on=(ConnectionError,))
 
 
 @pytest.mark.parametrize(
     ("error", "policy", "kind"),
     [
-        (ValueError(), Policy(), Kind.RETRYABLE),
-        (Fatal(), Policy(), Kind.FATAL),
-        (Unavailable(), Policy(), Kind.UNAVAILABLE),
-        (EngineUnavailable(), Policy(), Kind.UNAVAILABLE),
-        (InvalidPayload(), Policy(), Kind.FATAL),
-        (OSError(), NAMED, Kind.RETRYABLE),
-        (ValueError(), NAMED, Kind.FATAL),
-        (FileNotFoundError(), NAMED, Kind.FATAL),
-        (ConnectionResetError(), NAMED, Kind.UNAVAILABLE),
-        (InvalidPayload(), Policy(retry_on=(InvalidPayload,)), Kind.RETRYABLE),
-        (Unavailable(), NAMED, Kind.UNAVAILABLE),
-        (Fatal(), Policy(retry_on=(Fatal,)), Kind.FATAL),
-        (ExceptionGroup("g", [Unavailable(), Unavailable()]), Policy(), Kind.UNAVAILABLE),
-        (ExceptionGroup("g", [Unavailable(), ValueError()]), Policy(), Kind.RETRYABLE),
-        (ExceptionGroup("g", [ExceptionGroup("h", [Fatal()]), ValueError()]), Policy(), Kind.FATAL),
-        (ExceptionGroup("g", [Fatal()]), Policy(retry_on=(ExceptionGroup,)), Kind.RETRYABLE),
+        (ValueError(), TaskPolicy(), FailureKind.RETRYABLE),
+        (Fatal(), TaskPolicy(), FailureKind.FATAL),
+        (Unavailable(), TaskPolicy(), FailureKind.UNAVAILABLE),
+        (EngineUnavailable(), TaskPolicy(), FailureKind.UNAVAILABLE),
+        (InvalidPayload(), TaskPolicy(), FailureKind.FATAL),
+        (OSError(), NAMED, FailureKind.RETRYABLE),
+        (ValueError(), NAMED, FailureKind.FATAL),
+        (FileNotFoundError(), NAMED, FailureKind.FATAL),
+        (ConnectionResetError(), NAMED, FailureKind.UNAVAILABLE),
+        (InvalidPayload(), TaskPolicy(retry_on=(InvalidPayload,)), FailureKind.RETRYABLE),
+        (Unavailable(), NAMED, FailureKind.UNAVAILABLE),
+        (Fatal(), TaskPolicy(retry_on=(Fatal,)), FailureKind.FATAL),
+        (ExceptionGroup("g", [Unavailable(), Unavailable()]), TaskPolicy(), FailureKind.UNAVAILABLE),
+        (ExceptionGroup("g", [Unavailable(), ValueError()]), TaskPolicy(), FailureKind.RETRYABLE),
+        (ExceptionGroup("g", [ExceptionGroup("h", [Fatal()]), ValueError()]), TaskPolicy(), FailureKind.FATAL),
+        (ExceptionGroup("g", [Fatal()]), TaskPolicy(retry_on=(ExceptionGroup,)), FailureKind.RETRYABLE),
     ],
     ids=repr,
 )
-def test_kinds(error: BaseException, policy: Policy, kind: Kind) -> None:
-    assert raised(error, policy).kind is kind
+def test_kinds(error: BaseException, policy: TaskPolicy, kind: FailureKind) -> None:
+    assert failure_outcome(error, policy).kind is kind
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -46,7 +53,7 @@ def test_what_is_kept_is_bounded() -> None:
 
     with pytest.raises(ValueError, match="x") as caught:
         deep(3)
-    kept = failure("CODE", caught.value)
+    kept = describe_failure("CODE", caught.value)
     assert (kept.code, kept.type, kept.message) == ("CODE", "ValueError", "x" * MESSAGE_LIMIT)
     assert len(kept.stack) == STACK_LIMIT
     assert kept.stack.endswith("x\n")
@@ -58,11 +65,11 @@ class Rude(Exception):
 
 
 def test_exceptions_that_cannot_be_read_are_kept_all_the_same() -> None:
-    kept = failure("CODE", Rude())
+    kept = describe_failure("CODE", Rude())
     assert kept.message == "(its message cannot be read: RuntimeError)"
     assert kept.type.endswith("test_classify.Rude")
-    failure("CODE", ValueError("lone \ud800 surrogate")).message.encode()
-    assert misfit(KeyError("k")).failure.code == "INVALID_PAYLOAD"
+    describe_failure("CODE", ValueError("lone \ud800 surrogate")).message.encode()
+    assert invalid_payload(KeyError("k")).failure.code == "INVALID_PAYLOAD"
 
 
 def test_how_a_process_died() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from holdfast.core.job import Event
 from holdfast.core.states import State
-from holdfast.ledger.folding import Draft, assume
-from holdfast.ledger.postgres.copying import job_rows
-from holdfast.ledger.rows import JOB_COLUMNS, job_row
-from holdfast.ledger.schema import jobs
+from holdfast.ledger.fold import JobDraft, fold_optimistic
+from holdfast.ledger.fold_rows import JOB_COLUMNS, job_row
+from holdfast.ledger.postgres.binary_copy import job_rows
+from holdfast.schema import jobs
 
 _EPOCH_2000_MS = 946_684_800_000
 
@@ -56,7 +56,7 @@ def _value(kind: str, value: bytes) -> object:
     return value.decode()
 
 
-def written(drafts: list[Draft]) -> list[dict[str, object]]:
+def written(drafts: list[JobDraft]) -> list[dict[str, object]]:
     """What the driver would be given."""
     rows = [job_row(draft, "q", lambda ms: ms or None) for draft in drafts]
     return [dict(zip(JOB_COLUMNS, row, strict=True)) for row in rows]
@@ -103,7 +103,7 @@ LIVES: dict[str, list[Event]] = {
 
 @pytest.mark.parametrize("life", LIVES)
 def test_a_row_says_what_the_driver_would_say(life: str) -> None:
-    drafts = assume(LIVES[life]).drafts
+    drafts = fold_optimistic(LIVES[life]).drafts
     if life == "all of it":
         # Whatever a job may have, and nothing twice: no two columns may change places.
         for number, name in enumerate(("worker", "error_code", "last_error", "error_message", "result", "dlq_id")):
@@ -114,7 +114,7 @@ def test_a_row_says_what_the_driver_would_say(life: str) -> None:
 
 @pytest.mark.parametrize("draft", [{"attempt": 2**31}, {"retry_count": -(2**31) - 1}])
 def test_a_count_that_the_column_cannot_hold_is_refused(draft: dict[str, int]) -> None:
-    (bad,) = assume(LIVES["queued"]).drafts
+    (bad,) = fold_optimistic(LIVES["queued"]).drafts
     for name, value in draft.items():
         setattr(bad, name, value)
     with pytest.raises(OverflowError):
@@ -124,4 +124,4 @@ def test_a_count_that_the_column_cannot_hold_is_refused(draft: dict[str, int]) -
 @pytest.mark.parametrize("data", [{"priority": 40_000}, {"payload": "\ud800"}])
 def test_what_cannot_be_encoded_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises((OverflowError, ValueError)):
-        job_rows(assume([created(**data)]).drafts, "q")
+        job_rows(fold_optimistic([created(**data)]).drafts, "q")

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast import environment
 from holdfast.settings import Settings
-from holdfast.triggers.file import load_text
+from holdfast.triggers.config_file import load_text
 
 SECRET = "hunter2-in-the-wrong-place"
 

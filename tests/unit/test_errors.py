@@ -93,7 +93,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "TransitionInvalid": "WF_STATE_TRANSITION_INVALID",
         "StaleLease": "STALE_LEASE",
         "SchemaMismatch": "SCHEMA_MISMATCH",
-        "RunOver": "RUN_OVER",
+        "RunEnded": "RUN_ENDED",
         "EffectInDoubt": "EFFECT_IN_DOUBT",
         "StepMismatch": "STEP_MISMATCH",
         "JobFailed": "JOB_FAILED",
@@ -101,7 +101,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "WaitTimeout": "WAIT_TIMEOUT",
         "IntakeRefused": "INTAKE_REFUSED",
         "FeedFull": "FEED_FULL",
-        "FeedUnread": "FEED_UNREAD",
+        "FeedDetached": "FEED_DETACHED",
         "NotDurableYet": "NOT_DURABLE_YET",
         "Unavailable": "UNAVAILABLE",
         "EngineUnavailable": "ENGINE_UNAVAILABLE",
@@ -115,7 +115,7 @@ def test_the_codes_are_these_and_stay_these() -> None:
         "GuardFailed": "GUARD_FAILED",
         "Unauthorized": "UNAUTHORIZED",
         "Forbidden": "FORBIDDEN",
-        "Unknown": "NOT_FOUND",
+        "NotFound": "NOT_FOUND",
         "Conflict": "CONFLICT",
         "ControlChanged": "CONTROL_CHANGED",
         "ApprovalVoid": "APPROVAL_VOID",
@@ -145,7 +145,7 @@ def test_ids_are_attributes() -> None:
     assert (failed.job_id, failed.state, failed.error_code) == ("j1", "failed", "TASK_ERROR")
     assert WaitTimeout("j1", "queued", timedelta(seconds=2)).state == "queued"
     refused = IntakeRefused("default", "paused")
-    assert (refused.queue, refused.why) == ("default", "paused")
+    assert (refused.queue, refused.reason) == ("default", "paused")
 
 
 def test_known_tasks_are_listed_for_the_one_who_mistyped() -> None:

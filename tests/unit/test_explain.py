@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.clock import to_datetime
-from holdfast.core.job import EMPTY_META, Event, JobView
+from holdfast.core.job import EMPTY_META, Event, JobInfo
 from holdfast.core.states import (
     DUPLICATE_EVENT,
     EVENT_CHOICES,
@@ -20,8 +20,9 @@ from holdfast.core.states import (
     State,
     event_for,
 )
-from holdfast.ledger.explain import KNOWN_EVENTS, Deed, Explanation, Scene, explain
-from holdfast.ledger.people import ApprovalRow, ApprovalStatus, VoteRow
+from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus, VoteRow
+from holdfast.ledger.queries.explain import KNOWN_EVENTS, Explanation, explain
+from holdfast.ledger.queries.explain_state import JobFacts, OperatorAction
 
 S = State
 #: 2026-11-15 14:00:00 UTC.
@@ -56,11 +57,11 @@ def beside(name: str, message: str = "") -> Event:
 
 
 def told(events: list[Event], after_s: float = 60, **scene: Any) -> Explanation:
-    return explain(events, Scene(job_id="j", now_ms=START_MS + round(after_s * 1000), **scene))
+    return explain(events, JobFacts(job_id="j", now_ms=START_MS + round(after_s * 1000), **scene))
 
 
-def view(state: State, **fields: Any) -> JobView:
-    return JobView(
+def view(state: State, **fields: Any) -> JobInfo:
+    return JobInfo(
         **{
             "job_id": "j",
             "task": "t",
@@ -389,7 +390,7 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
         ["Its dead letter d-1 is written.", "It ends as failed in a moment."],
     ),
     "failed": (
-        told(story(*DEAD), dlq_id="d-1", letter_status="open"),
+        told(story(*DEAD), dlq_id="d-1", dead_letter_status="open"),
         [
             "It failed: ValueError: boom. Its dead letter d-1 is written.",
             (
@@ -399,7 +400,7 @@ PRESENT: dict[str, tuple[Explanation, list[str]]] = {
         ],
     ),
     "failed and decided": (
-        told(story(*DEAD), dlq_id="d-1", letter_status="replayed"),
+        told(story(*DEAD), dlq_id="d-1", dead_letter_status="replayed"),
         [
             "It failed: ValueError: boom. Its dead letter d-1 is written and is replayed.",
             "This job will not run again.",
@@ -497,12 +498,14 @@ def test_a_question_with_a_deadline() -> None:
 
 def test_what_people_did_is_told_once_and_in_order() -> None:
     deeds = (
-        Deed(type="operator.approve", actor="ann", reason="fine", at_ms=START_MS + 1_000),
-        Deed(type="operator.cancel", actor="ann", reason="", at_ms=START_MS + 3_000),
-        Deed(type="operator.dlq_replay", actor="bob", reason="", at_ms=START_MS + 60_000),
+        OperatorAction(type="operator.approve", actor="ann", reason="fine", at_ms=START_MS + 1_000),
+        OperatorAction(type="operator.cancel", actor="ann", reason="", at_ms=START_MS + 3_000),
+        OperatorAction(type="operator.dlq_replay", actor="bob", reason="", at_ms=START_MS + 60_000),
     )
     events = story(S.WAITING_APPROVAL, S.QUEUED, S.RUNNING, S.DLQ_PENDING, S.DLQ_RECORDED, S.FAILED)
-    said = told(events, deeds=deeds, replayed_as="k", replay_of="i", letter_status="replayed", dlq_id="d-1")
+    said = told(
+        events, operator_actions=deeds, replayed_as="k", replay_of="i", dead_letter_status="replayed", dlq_id="d-1"
+    )
     assert said.happened[0] == "It is a replay of job i."
     assert said.happened[2] == "ann said yes to it at 2026-11-15 14:00:01 UTC (fine)."
     assert said.happened[-1] == "bob sent its dead letter back to work at 2026-11-15 14:01:00 UTC."
@@ -517,8 +520,8 @@ def test_the_task_is_known_although_the_event_does_not_say_it() -> None:
 
 def test_a_vote_comes_before_the_decision_of_the_same_millisecond() -> None:
     events = story(S.WAITING_APPROVAL, (S.QUEUED, {"data": {"actor": "ann"}}))
-    deed = Deed(type="operator.approve", actor="ann", reason="", at_ms=events[-1].at_ms)
-    assert told(events, deeds=(deed,)).happened[1:] == [
+    deed = OperatorAction(type="operator.approve", actor="ann", reason="", at_ms=events[-1].at_ms)
+    assert told(events, operator_actions=(deed,)).happened[1:] == [
         "ann said yes to it at 2026-11-15 14:00:02 UTC.",
         "It was approved at 2026-11-15 14:00:02 UTC by ann.",
     ]

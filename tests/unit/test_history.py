@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.history import REMEMBERED_MOVES, Story, check_history, read_history
+from holdfast.core.history import REMEMBERED_MOVES, JobHistory, check_history, read_history
 from holdfast.core.job import Event
 from holdfast.core.states import FINAL, MOVES, State, event_for
 
@@ -121,7 +121,7 @@ def test_every_pair_of_states_is_judged_by_the_table() -> None:
 def test_jobs_are_told_apart() -> None:
     one, two = told(S.QUEUED, S.RUNNING, S.SUCCEEDED), told(S.QUEUED, S.RUNNING, job_id="k")
     history = check_history([event for pair in zip(one, [*two, two[0]], strict=True) for event in pair][:5])
-    assert {job_id: story.state for job_id, story in history.stories.items()} == {"j": S.SUCCEEDED, "k": S.RUNNING}
+    assert {job_id: story.state for job_id, story in history.histories.items()} == {"j": S.SUCCEEDED, "k": S.RUNNING}
     assert history.open_jobs == ["k"]
 
 
@@ -134,38 +134,38 @@ def test_an_open_job_is_a_fault_when_all_should_have_ended() -> None:
 
 
 def test_forks_and_restores_are_counted() -> None:
-    story = check_history([*LEGAL["forked"], *told(S.QUEUED, job_id="k")]).stories["j"]
+    story = check_history([*LEGAL["forked"], *told(S.QUEUED, job_id="k")]).histories["j"]
     assert (story.forks, story.restores, story.state) == (1, 0, S.RUNNING)
-    assert check_history(LEGAL["put back in line"]).stories["j"].restores == 1
+    assert check_history(LEGAL["put back in line"]).histories["j"].restores == 1
 
 
 def test_numbers_have_no_gap() -> None:
     created, claimed, succeeded = told(S.QUEUED, S.RUNNING, S.SUCCEEDED)
     beside = Event(type="task.heartbeat", job_id="j", at_ms=0)
-    whole = Story("j")
-    assert [whole.read(event, seq + 1) for seq, event in enumerate([created, claimed, beside, succeeded])] == [[]] * 4
+    whole = JobHistory("j")
+    assert [whole.add(event, seq + 1) for seq, event in enumerate([created, claimed, beside, succeeded])] == [[]] * 4
     assert whole.events == 4
     for numbers, complaint in {
         (2, 3, 4): "task.created has number 2 after 0",
         (1, 2, 4): "task.succeeded has number 4 after 2",
         (1, 2, 2): "task.succeeded has number 2 after 2",
     }.items():
-        story = Story("j")
+        story = JobHistory("j")
         pairs = zip([created, claimed, succeeded], numbers, strict=True)
-        faults = [fault for event, seq in pairs for fault in story.read(event, seq)]
+        faults = [fault for event, seq in pairs for fault in story.add(event, seq)]
         assert len(faults) == 1
         assert complaint in faults[0]
 
 
 def test_in_a_ledger_nothing_comes_before_the_creation() -> None:
     beside = Event(type="task.heartbeat", job_id="j", at_ms=0)
-    assert "before the creation" in Story("j").read(beside, 1)[0]
-    assert read_history([beside]).stories == {}
+    assert "before the creation" in JobHistory("j").add(beside, 1)[0]
+    assert read_history([beside]).histories == {}
 
 
 def test_a_long_story_is_read_in_constant_memory() -> None:
-    story = Story("j")
+    story = JobHistory("j")
     events = told(S.QUEUED, *[S.RUNNING, S.RETRYING] * 500)
-    assert not [fault for seq, event in enumerate(events) for fault in story.read(event, seq + 1)]
+    assert not [fault for seq, event in enumerate(events) for fault in story.add(event, seq + 1)]
     assert (story.events, len(story.moves)) == (1001, REMEMBERED_MOVES)
-    assert "so far … [" in story.read(events[0], 1002)[0]
+    assert "so far … [" in story.add(events[0], 1002)[0]

@@ -9,8 +9,8 @@ from uuid import UUID
 import pytest
 
 from holdfast.clock import SystemClock, to_datetime, to_ms
-from holdfast.core.job import HISTORY_FIRST, HISTORY_LATEST, Attempt, Lease, Meta, Priority, new_job_ids, read_order
-from holdfast.core.job import remember as remembered
+from holdfast.core.job import HISTORY_FIRST, HISTORY_LATEST, Attempt, Lease, Meta, Priority, new_job_ids, priority_order
+from holdfast.core.job import append_attempt as remembered
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 1_000])
@@ -37,7 +37,7 @@ def test_ids_of_one_batch_differ_in_all_their_random_parts() -> None:
 
 
 def test_every_turn_reads_every_line_and_none_starves() -> None:
-    orders = [read_order(turn) for turn in range(800)]
+    orders = [priority_order(turn) for turn in range(800)]
     assert all(sorted(order) == sorted(Priority) for order in orders)
     first = Counter(order[0] for order in orders)
     assert first[Priority.HIGH] > first[Priority.NORMAL] > first[Priority.LOW] >= 100

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import uvloop
 
-from holdfast.listening import listening
+from holdfast.aio import serve_tcp
 
 MakeLoop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -35,7 +35,7 @@ def test_a_connection_that_comes_about_the_end_is_closed(loop: MakeLoop, turns: 
             connections.append(socket.create_connection(("127.0.0.1", port), timeout=10))
 
     async def end() -> None:
-        async with listening(_wait_for_ever, "127.0.0.1") as port:
+        async with serve_tcp(_wait_for_ever, "127.0.0.1") as port:
             coming = asyncio.create_task(come(port))
             for _ in range(waits):
                 await asyncio.sleep(0)
@@ -53,7 +53,7 @@ async def test_what_was_written_arrives_although_the_server_closes_at_once() -> 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"x" * 1_000_000)
 
-    async with listening(serve, "127.0.0.1") as port:
+    async with serve_tcp(serve, "127.0.0.1") as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         assert len(await reader.read(-1)) == 1_000_000
         writer.close()
@@ -65,7 +65,7 @@ async def test_a_connection_whose_server_fails_is_cut() -> None:
 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     told: list[dict[str, object]] = []
-    async with listening(serve, "127.0.0.1") as port:
+    async with serve_tcp(serve, "127.0.0.1") as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with suppress(ConnectionResetError):
             assert await reader.read(1) == b""

@@ -17,10 +17,10 @@ def hello() -> None: ...
 
 CHILD = """
 import multiprocessing  # makes an alias of the main module, which is not the script
-from holdfast.worker.locate import Place, load
+from holdfast.execution.spec import TaskLocation, load_task
 
-place = Place("", "script.py", "hello")
-print(load(place).name, load(place) is load(place))
+place = TaskLocation("", "script.py", "hello")
+print(load_task(place).name, load_task(place) is load_task(place))
 """
 
 

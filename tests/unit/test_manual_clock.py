@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from holdfast.errors import InvalidOption
-from holdfast.testing.clock import START_MS, ManualClock
+from holdfast.testing.inline import START_MS, ManualClock
 
 
 def test_it_stands_still_until_it_is_moved() -> None:

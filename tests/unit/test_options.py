@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from holdfast.client.options import Options, SubmitOptions, make_options, parse_priority
 from holdfast.core.job import EMPTY_META, Priority
 from holdfast.core.retry import Retry
+from holdfast.core.text import check_name
 from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
-from holdfast.options import Options, SubmitOptions, check_name, make_options, parse_priority
 
 
 def make(**given: Any) -> Options:

@@ -9,9 +9,9 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from holdfast.engine.port import Engine
-from holdfast.ledger.port import Ledger, Position
+from holdfast.ledger.port.ledger import FeedPosition, Ledger
+from holdfast.upkeep.feed_cursor import FeedCursor
 from holdfast.upkeep.projector import Projector
-from holdfast.upkeep.track import Track
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -26,7 +26,7 @@ async def test_a_feed_that_has_work_does_not_wait_for_one_that_has_none(
     monkeypatch.setattr(projector, "_measure", Mock())
     projector._round_at = time.monotonic() + 60
     for queue in ("busy", "idle"):
-        projector._tracks[queue] = Track(queue, Position("1-0", "n"))
+        projector._tracks[queue] = FeedCursor(queue, FeedPosition("1-0", "n"))
     if busy:
         projector._tracks["busy"].ahead = asyncio.create_task(asyncio.sleep(0))  # type: ignore[arg-type]
     await projector._turn()

@@ -12,8 +12,8 @@ from holdfast.errors import HoldfastError
 
 NAMES = {
     "Allow",
-    "AskPeople",
-    "Consent",
+    "RequireApproval",
+    "Approval",
     "Context",
     "Deny",
     "Fatal",

@@ -6,46 +6,52 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.engine.redis.connection import Address
 from holdfast.engine.redis.engine import RedisEngine
-from holdfast.engine.redis.url import Seeds, Sentinels, is_cluster, parse_url, split_place
+from holdfast.engine.redis.net.connection import (
+    ClusterSeeds,
+    RedisAddress,
+    SentinelAddresses,
+    is_cluster,
+    parse_url,
+    split_host_port,
+)
 from holdfast.errors import InvalidOption
 from holdfast.observe.redact import redact
 from holdfast.settings import Settings
 
 
 def test_one_server() -> None:
-    assert parse_url("redis://") == Address()
-    assert parse_url("redis://cache") == Address("cache")
-    assert parse_url("redis://cache:1/2") == Address("cache", 1, db=2)
-    assert parse_url("redis://cache?db=3") == Address("cache", db=3)
-    assert parse_url("redis://:p%40ss@[::1]:7/0") == Address("::1", 7, password="p@ss")
-    assert parse_url("redis://ann:a:b%2F@cache") == Address("cache", username="ann", password="a:b/")
+    assert parse_url("redis://") == RedisAddress()
+    assert parse_url("redis://cache") == RedisAddress("cache")
+    assert parse_url("redis://cache:1/2") == RedisAddress("cache", 1, db=2)
+    assert parse_url("redis://cache?db=3") == RedisAddress("cache", db=3)
+    assert parse_url("redis://:p%40ss@[::1]:7/0") == RedisAddress("::1", 7, password="p@ss")
+    assert parse_url("redis://ann:a:b%2F@cache") == RedisAddress("cache", username="ann", password="a:b/")
 
 
 def test_sentinels() -> None:
     place = parse_url(
         "redis+sentinel://ann:pw@s1:1,[fe80::2]:2,s3/orders/4?sentinel_username=bob&sentinel_password=s%26p"
     )
-    sentinel = Address(username="bob", password="s&p")
-    assert place == Sentinels(
+    sentinel = RedisAddress(username="bob", password="s&p")
+    assert place == SentinelAddresses(
         tuple(replace(sentinel, host=host, port=port) for host, port in (("s1", 1), ("fe80::2", 2), ("s3", 26379))),
         "orders",
-        Address(db=4, username="ann", password="pw"),
+        RedisAddress(db=4, username="ann", password="pw"),
     )
 
 
 def test_sentinels_without_a_password_are_not_given_that_of_the_master() -> None:
     place = parse_url("redis+sentinel://:pw@s1/orders")
-    assert isinstance(place, Sentinels)
-    assert (place.addresses, place.master) == ((Address("s1", 26379),), Address(password="pw"))
+    assert isinstance(place, SentinelAddresses)
+    assert (place.addresses, place.master) == ((RedisAddress("s1", 26379),), RedisAddress(password="pw"))
 
 
 def test_a_cluster() -> None:
-    assert parse_url("redis+cluster://:pw@a:1,[::1]:2,c") == Seeds(
-        (Address("a", 1, password="pw"), Address("::1", 2, password="pw"), Address("c", password="pw"))
+    assert parse_url("redis+cluster://:pw@a:1,[::1]:2,c") == ClusterSeeds(
+        (RedisAddress("a", 1, password="pw"), RedisAddress("::1", 2, password="pw"), RedisAddress("c", password="pw"))
     )
-    assert parse_url("redis+cluster://a/0") == Seeds((Address("a"),))
+    assert parse_url("redis+cluster://a/0") == ClusterSeeds((RedisAddress("a"),))
     assert is_cluster("rediss+cluster://a")
     assert not is_cluster("redis+sentinel://a/b")
 
@@ -63,8 +69,8 @@ def test_a_cluster() -> None:
 )
 def test_tls(url: str) -> None:
     place = parse_url(url)
-    addresses = [place] if isinstance(place, Address) else list(place.addresses)
-    if isinstance(place, Sentinels):
+    addresses = [place] if isinstance(place, RedisAddress) else list(place.addresses)
+    if isinstance(place, SentinelAddresses):
         addresses.append(place.master)
     assert all(address.tls is not None for address in addresses)
 
@@ -103,10 +109,10 @@ def test_mistakes_say_what_to_write_and_repeat_no_password(url: str, said: str) 
 
 
 def test_places_as_redis_writes_them() -> None:
-    assert split_place("10.0.0.1:7000") == ("10.0.0.1", "7000")
-    assert split_place("fe80::1:7000") == ("fe80::1", "7000")
-    assert split_place("[fe80::1]:7000") == ("fe80::1", "7000")
-    assert split_place(":7000") == ("", "7000")
+    assert split_host_port("10.0.0.1:7000") == ("10.0.0.1", "7000")
+    assert split_host_port("fe80::1:7000") == ("fe80::1", "7000")
+    assert split_host_port("[fe80::1]:7000") == ("fe80::1", "7000")
+    assert split_host_port(":7000") == ("", "7000")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from holdfast import Holdfast, Retry
-from holdfast.engine.port import EngineOptions, RetryVia
+from holdfast.engine.port.jobs import EngineOptions, RetryVia
 from holdfast.errors import InvalidOption
 from holdfast.settings import Settings
 
@@ -190,7 +190,7 @@ def leads_outside(settings: Settings) -> list[str]:
         "outbox_url": settings.outbox_url,
         "outbox_targets": settings.outbox_targets,
         "publish_events": settings.publish_events,
-        "webhooks": settings.tells,
+        "webhooks": settings.webhooks_enabled,
     }
     return [name for name, value in found.items() if value]
 
@@ -228,7 +228,7 @@ def test_in_memory_what_code_names_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     settings = Settings.load(
         url="sqlite://", ledger="sqlite:///mine.db", webhook_secret=OUTSIDE["HOLDFAST_WEBHOOK_SECRET"]
     )
-    assert (settings.ledger, settings.tells, settings.embedded) == ("sqlite:///mine.db", True, False)
+    assert (settings.ledger, settings.webhooks_enabled, settings.embedded) == ("sqlite:///mine.db", True, False)
 
 
 @pytest.mark.parametrize("url", ["sqlite:///jobs.db", "sqlite:////var/jobs.db", "redis://h"])
@@ -260,10 +260,10 @@ def test_retries_are_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     @app.task(retry=Retry(1))
     def own() -> None: ...
 
-    assert (app.plans["plain"].policy.retry, app.plans["own"].policy.retry) == (expected, Retry(1))
+    assert (app.specs["plain"].policy.retry, app.specs["own"].policy.retry) == (expected, Retry(1))
     app.configure(max_retries=0)
-    assert app.plans["plain"].policy.retry.max_retries == 0
-    assert app.plans["own"].policy.retry == Retry(1)
+    assert app.specs["plain"].policy.retry.max_retries == 0
+    assert app.specs["own"].policy.retry == Retry(1)
     assert Holdfast("sqlite://", retry=Retry(2)).task(plain.function).plan.policy.retry == Retry(2)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.factory import build_engine, sqlite_path
 from holdfast.engine.redis.engine import RedisEngine
 from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.errors import InvalidOption
+from holdfast.factory import build_engine, sqlite_path
 from holdfast.settings import Settings
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,14 @@ import pytest
 
 from holdfast.core.job import Meta
 from holdfast.core.states import HEARTBEAT_EVENT, State
-from holdfast.core.verdict import Answer, DeadLetter, RetryLater, Succeed
-from holdfast.engine.sqlite import writers
-from holdfast.engine.sqlite.connection import open_writer, prepare_schema
-from holdfast.engine.sqlite.statements import NOTED
-from holdfast.engine.sqlite.transaction import Transaction
-from holdfast.engine.sqlite.turnstile import alone
+from holdfast.core.verdict import DeadLetter, RetryLater, SettleResult, Succeed
+from holdfast.engine.sqlite.schema import prepare_schema
 from holdfast.errors import EngineUnavailable, InvalidOption, LedgerUnavailable
-from holdfast.ledger.schema import metadata
-from holdfast.testing.clock import ManualClock
+from holdfast.schema.columns import metadata
+from holdfast.sqlite import writer as writers
+from holdfast.sqlite.connection import exclusive_lock, open_writer
+from holdfast.sqlite.transaction import INDEXED_STATES, Transaction
+from holdfast.testing.inline import ManualClock
 from tests.unit.sqlite_rig import FAILURE, QUEUE, envelope, look, opened, settle, start_one
 
 DAY_S = 86_400.0
@@ -56,8 +55,8 @@ def test_rare_states_are_found_by_their_index(database: sqlite3.Connection, stat
     query = "SELECT * FROM jobs WHERE tenant_id = ? AND state = ? AND state != ?"
     query += " ORDER BY created_at DESC, job_id DESC LIMIT 9"
     plan = str(database.execute(f"EXPLAIN QUERY PLAN {query}", ("default", state.value, "succeeded")).fetchall())
-    assert ("jobs_by_state" in plan) == (state in NOTED)
-    assert "jobs_by_time" in plan or state in NOTED
+    assert ("jobs_by_state" in plan) == (state in INDEXED_STATES)
+    assert "jobs_by_time" in plan or state in INDEXED_STATES
     # Jobs of one moment are sorted among themselves; never all of them.
     assert "TEMP B-TREE FOR ORDER BY" not in plan
 
@@ -79,7 +78,7 @@ async def test_the_story_in_the_file_is_the_one_in_the_feed(path: Path) -> None:
         (claim,) = await engine.claim("w1", [QUEUE], 1, 0)
         await settle(engine, claim, DeadLetter(FAILURE))
         await settle(engine, await start_one(engine, run_at_ms=clock.now_ms() - 1), Succeed(b'{"b":2.0}'))
-        fed = [event for entry in await engine.feed(QUEUE, "", 100) for event in entry.events]
+        fed = [event for entry in await engine.read_feed(QUEUE, "", 100) for event in entry.events]
     columns = "type, job_id, tenant_id, from_state, to_state, attempt, retry_count, worker, message, at"
     rows = look(path, f"SELECT {columns}, queue, data FROM job_events ORDER BY id")
     assert [(*row[:10], msgspec.json.decode(row[11]) if row[11] else None) for row in rows] == [
@@ -102,13 +101,13 @@ async def test_the_creation_is_told_as_it_was_submitted(path: Path) -> None:
     async with opened(path, clock) as engine:
         job = envelope(delay_ms=1_000, meta=Meta(max_retries=5))
         await engine.submit([job])
-        before = (await engine.feed(QUEUE, "", 1))[0].events[0].data
+        before = (await engine.read_feed(QUEUE, "", 1))[0].events[0].data
         assert before is not None
         assert before["run_at_ms"] == clock.now_ms() + 1_000
         clock.advance(2.0)
         (claim,) = await engine.claim("w1", [QUEUE], 1, 0)
         await settle(engine, claim, RetryLater(1_000, FAILURE))
-        assert (await engine.feed(QUEUE, "", 1))[0].events[0].data == before
+        assert (await engine.read_feed(QUEUE, "", 1))[0].events[0].data == before
 
 
 async def test_heartbeats_leave_one_entry_and_only_for_those_who_hold(path: Path) -> None:
@@ -116,16 +115,16 @@ async def test_heartbeats_leave_one_entry_and_only_for_those_who_hold(path: Path
         await engine.submit([envelope() for _ in range(3)])
         one, two, three = await engine.claim("w1", [QUEUE], 3, 0)
         await settle(engine, three, Succeed(b"1"))
-        before = len(await engine.feed(QUEUE, "", 100))
+        before = len(await engine.read_feed(QUEUE, "", 100))
         leases = [one.lease, two.lease, three.lease]
         assert await engine.renew(leases, [one.lease, two.lease, three.lease]) == [three.lease]
         assert await engine.renew(leases[:2]) == []
-        (entry,) = (await engine.feed(QUEUE, "", 100))[before:]
+        (entry,) = (await engine.read_feed(QUEUE, "", 100))[before:]
         beats = [
             (beat.type, beat.job_id, beat.from_state, beat.to_state, beat.attempt, beat.worker) for beat in entry.events
         ]
         assert beats == [(HEARTBEAT_EVENT, claim.job_id, None, None, 1, "w1") for claim in (one, two)]
-        assert await settle(engine, one, Succeed(b"1")) is Answer.APPLIED
+        assert await settle(engine, one, Succeed(b"1")) is SettleResult.APPLIED
 
 
 # Retention ------------------------------------------------------------------------------------------
@@ -258,7 +257,7 @@ def note(transaction: Transaction, text: str | None) -> int:
 
 async def test_another_kind_of_file_has_its_own_schema_and_its_own_errors(tmp_path: Path, path: Path) -> None:
     own = tmp_path / "ledger.db"
-    writer = await asyncio.to_thread(writers.acquire, own, prepare=prepare_notes, unavailable=LedgerUnavailable)
+    writer = await asyncio.to_thread(writers.acquire_writer, own, prepare=prepare_notes, unavailable=LedgerUnavailable)
     try:
         assert await writer.perform(note, "one", unavailable=LedgerUnavailable) == 1
         with pytest.raises(LedgerUnavailable, match="invariant"):
@@ -267,16 +266,16 @@ async def test_another_kind_of_file_has_its_own_schema_and_its_own_errors(tmp_pa
             await writer.perform(note, None)
         assert look(own, "SELECT * FROM notes") == [("one",)]
         with pytest.raises(InvalidOption, match="another kind"):
-            writers.acquire(own)
+            writers.acquire_writer(own, prepare=prepare_schema)
         own.rename(tmp_path / "aside.db")
         with pytest.raises(LedgerUnavailable, match=r"ledger\.db"):
             await writer.perform(note, "two", unavailable=LedgerUnavailable)
     finally:
-        await asyncio.to_thread(writers.release, writer)
+        await asyncio.to_thread(writers.release_writer, writer)
     with pytest.raises(LedgerUnavailable, match="closed"):
         await writer.perform(note, "three", unavailable=LedgerUnavailable)
     with pytest.raises(LedgerUnavailable, match="cannot be opened"):
-        writers.acquire(tmp_path / "missing" / "x.db", prepare=prepare_notes, unavailable=LedgerUnavailable)
+        writers.acquire_writer(tmp_path / "missing" / "x.db", prepare=prepare_notes, unavailable=LedgerUnavailable)
 
 
 async def test_a_migration_waits_for_the_writer(path: Path) -> None:
@@ -284,7 +283,7 @@ async def test_a_migration_waits_for_the_writer(path: Path) -> None:
         order: list[str] = []
 
         def migrate() -> None:
-            with alone(path):
+            with exclusive_lock(path):
                 order.append("migrated")
 
         def slow(transaction: Transaction) -> None:
@@ -309,15 +308,15 @@ async def test_whoever_waits_for_the_feed_is_woken_by_an_entry(path: Path) -> No
         await asyncio.sleep(0)
         await other.submit([envelope()])
         assert await asyncio.wait_for(waiting, 5) == [QUEUE]
-        (entry,) = await engine.feed(QUEUE, "", 10)
+        (entry,) = await engine.read_feed(QUEUE, "", 10)
         assert await engine.wait_feed({QUEUE: entry.position}, 20) == []
         await other.submit([envelope()])
         assert await engine.wait_feed({QUEUE: entry.position}, 0) == [QUEUE]
-        assert [each.position for each in await engine.feed(QUEUE, entry.position, 1)] == [entry.position]
+        assert [each.position for each in await engine.read_feed(QUEUE, entry.position, 1)] == [entry.position]
 
 
 async def test_an_entry_says_when_somebody_waits_for_it(path: Path) -> None:
     async with opened(path) as engine:
         await engine.submit([envelope()])
         await engine.submit([envelope(), envelope(durable=True)])
-        assert [entry.hurry for entry in await engine.feed(QUEUE, "", 10)] == [False, True]
+        assert [entry.urgent for entry in await engine.read_feed(QUEUE, "", 10)] == [False, True]

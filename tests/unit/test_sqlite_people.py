@@ -10,25 +10,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.core.fingerprint import fingerprint
-from holdfast.core.job import Ask, Consent, Failure, Meta
+from holdfast.core.job import Approval, ApprovalRequest, Failure, Meta
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, DeadLetter, Hold, Succeed
-from holdfast.engine.port import Control, TenantControl
+from holdfast.core.text import error_fingerprint
+from holdfast.core.verdict import DeadLetter, Hold, SettleResult, Succeed
+from holdfast.engine.port.operators import QueueControl, TenantControl
 from holdfast.engine.sqlite.engine import SqliteEngine
-from holdfast.engine.sqlite.store import Place
-from holdfast.engine.sqlite.transaction import Transaction
 from holdfast.errors import ControlChanged, TransitionInvalid
-from holdfast.ledger.embedded import EmbeddedLedger
+from holdfast.ledger.sqlite.embedded import EmbeddedLedger
 from holdfast.settings import Settings
-from holdfast.testing.clock import ManualClock
-from holdfast.upkeep.approvals import Registrar
-from holdfast.upkeep.courier import Courier
-from holdfast.upkeep.replays import Replays
+from holdfast.sqlite.connection import DatabaseFile
+from holdfast.sqlite.transaction import Transaction
+from holdfast.testing.inline import ManualClock
+from holdfast.upkeep.dispatch import ApprovalDelivery, ReplaySubmission, WebhookDispatcher
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened, settle, start_one
 
 NOW_MS = ManualClock().now_ms()
-ASK = Ask(
+ASK = ApprovalRequest(
     approval_id="approval-1",
     payload_hash="ab12",
     reason="more than 100",
@@ -38,7 +36,7 @@ ASK = Ask(
     requested_by="ada",
     details={"sum": 120},
 )
-OWN = Ask("approval-2", "ab12", name="send it?")
+OWN = ApprovalRequest("approval-2", "ab12", name="send it?")
 
 
 @pytest.fixture
@@ -100,7 +98,7 @@ async def test_a_held_submission_is_asked_in_the_same_step(path: Path, clock: Ma
 
 async def test_a_refused_submission_asks_nobody(path: Path) -> None:
     async with opened(path) as engine:
-        await engine.set_control(QUEUE, Control(intake_paused=True))
+        await engine.set_control(QUEUE, QueueControl(intake_paused=True))
         with pytest.raises(Exception, match="paused"):
             await engine.submit([envelope(hold=True, meta=Meta(ask=ASK))])
     assert approvals(path) == []
@@ -111,10 +109,10 @@ async def test_a_question_in_the_middle_of_a_run_is_asked_in_the_same_step(path:
         claim = await start_one(engine)
         await settle(engine, claim, Hold("send it?", OWN))
         # A settlement that comes twice asks once.
-        assert await settle(engine, claim, Hold("send it?", OWN)) is Answer.ALREADY
+        assert await settle(engine, claim, Hold("send it?", OWN)) is SettleResult.ALREADY
         stale = await start_one(engine)
         await engine.move(QUEUE, stale.job_id, State.CANCELLED, actor="ann", reason="no")
-        assert await settle(engine, stale, Hold("send it?", ASK)) is Answer.STALE
+        assert await settle(engine, stale, Hold("send it?", ASK)) is SettleResult.STALE
     assert approvals(path, "approval_id, job_id, name, status, deadline, requested_by") == [
         ("approval-2", claim.job_id, "send it?", "requested", None, "")
     ]
@@ -144,18 +142,18 @@ async def test_what_people_have_decided_stays(path: Path) -> None:
         await engine.submit([held])
         with closing(sqlite3.connect(path)) as connection, connection:
             connection.execute("UPDATE approvals SET status = 'approved', decided_by = 'bob', decided_at = 1")
-        consent = Consent("approval-1", ("bob", "cy"), 1)
+        consent = Approval("approval-1", ("bob", "cy"), 1)
         await engine.move(QUEUE, held.job_id, State.QUEUED, actor="bob", reason="fine", consent=consent)
     assert approvals(path) == [("approval-1", "approved", "bob", None)]
 
 
 async def test_with_a_ledger_elsewhere_the_feed_alone_tells(path: Path) -> None:
     async with opened(path, ledger=True) as engine:
-        await engine.register_reader(QUEUE)
+        await engine.attach_reader(QUEUE)
         held = envelope(hold=True, meta=Meta(ask=ASK))
         await engine.submit([held])
         await engine.move(QUEUE, held.job_id, State.CANCELLED, actor="ann", reason="no", audit="operator.cancel")
-        told = [event.type for entry in await engine.feed(QUEUE, "", 10) for event in entry.events]
+        told = [event.type for entry in await engine.read_feed(QUEUE, "", 10) for event in entry.events]
     assert told == ["approval.requested", "task.cancelled", "operator.cancel"]
     assert (approvals(path), log(path)) == ([], [])
 
@@ -164,7 +162,7 @@ async def test_with_a_ledger_elsewhere_the_feed_alone_tells(path: Path) -> None:
 
 
 async def test_every_audited_step_has_its_line(path: Path, clock: ManualClock) -> None:
-    control = Control(paused=True, tenants={"acme": TenantControl(weight=2)})
+    control = QueueControl(paused=True, tenants={"acme": TenantControl(weight=2)})
     async with opened(path, clock) as engine:
         job = envelope(tenant_id="acme", delay_ms=60_000)
         await engine.submit([job])
@@ -220,7 +218,7 @@ async def test_what_was_refused_has_no_line(path: Path) -> None:
         with pytest.raises(TransitionInvalid):
             await engine.expedite(QUEUE, job.job_id, actor="ann", reason="no", audit="operator.retry")
         with pytest.raises(ControlChanged):
-            await engine.set_control(QUEUE, Control(), expected=Control(paused=True), audit="operator.pause")
+            await engine.set_control(QUEUE, QueueControl(), expected=QueueControl(paused=True), audit="operator.pause")
     assert log(path) == []
 
 
@@ -245,11 +243,11 @@ async def test_the_log_goes_when_finished_jobs_do(path: Path, clock: ManualClock
 
 async def test_a_reader_that_is_behind_still_gets_what_operators_did(path: Path, clock: ManualClock) -> None:
     async with opened(path, clock, finished_ttl_ms=60_000) as engine:
-        await engine.register_reader(QUEUE)
-        await engine.set_control(QUEUE, Control(paused=True), actor="ann", reason="fire", audit="operator.pause")
+        await engine.attach_reader(QUEUE)
+        await engine.set_control(QUEUE, QueueControl(paused=True), actor="ann", reason="fire", audit="operator.pause")
         clock.advance(120.0)
         await engine.prune([QUEUE])
-        (entry,) = await engine.feed(QUEUE, "", 10)
+        (entry,) = await engine.read_feed(QUEUE, "", 10)
         assert [event.type for event in entry.events] == ["operator.pause"]
 
 
@@ -262,8 +260,8 @@ async def test_dead_letters_of_one_kind_have_one_fingerprint(path: Path) -> None
         await settle(engine, claim, DeadLetter(Failure("TASK_ERROR", "no luck", "OddError")))
     kinds = look(path, "SELECT fingerprint, count(*) FROM dlq_items GROUP BY 1 ORDER BY 2")
     assert kinds == [
-        (fingerprint("print", Failure("TASK_ERROR", "no luck", "OddError")), 1),
-        (fingerprint("print", Failure("TASK_ERROR", "order 1 is odd", "OddError")), 2),
+        (error_fingerprint("print", Failure("TASK_ERROR", "no luck", "OddError")), 1),
+        (error_fingerprint("print", Failure("TASK_ERROR", "order 1 is odd", "OddError")), 2),
     ]
 
 
@@ -331,9 +329,9 @@ async def test_upkeep_that_finds_nothing_to_do_keeps_nobody_from_writing(
     async with opened(path, clock) as engine:
         # Open, but neither overdue nor decided.
         await engine.submit([envelope(hold=True, meta=Meta(ask=ASK))])
-        ledger = EmbeddedLedger(Place(str(path)), clock)
-        registrar, replays = Registrar(engine, ledger), Replays(engine, ledger)
-        courier = Courier(engine, ledger, Settings())
+        ledger = EmbeddedLedger(DatabaseFile(str(path)), clock)
+        registrar, replays = ApprovalDelivery(engine, ledger), ReplaySubmission(engine, ledger)
+        courier = WebhookDispatcher(engine, ledger, Settings())
 
         def counted(transaction: Transaction) -> None:
             begun.append(1)
@@ -341,12 +339,12 @@ async def test_upkeep_that_finds_nothing_to_do_keeps_nobody_from_writing(
 
         monkeypatch.setattr(Transaction, "begin", counted)
         for _ in range(3):
-            await registrar.turn()
-            await replays.turn()
-            await courier.turn()
+            await registrar.run_once()
+            await replays.run_once()
+            await courier.run_once()
         assert begun == []
         clock.advance(60)
-        await registrar.turn()
+        await registrar.run_once()
         assert begun
         await ledger.close()
     assert approvals(path, "status") == [("expired",)]

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from holdfast.core.states import State
-from holdfast.engine.port import Cancelled
+from holdfast.engine.port.reads import CancelledNotice
 from holdfast.engine.sqlite.engine import SqliteEngine
-from holdfast.engine.sqlite.turnstile import Turnstile
+from holdfast.sqlite.connection import WriteLock
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ async def test_who_waits_for_an_end_is_woken_by_another_process(
         assert view is not None
         assert view.state is state
         if word == "cancel":
-            assert await asyncio.wait_for(listening, SOON_S) == [Cancelled(QUEUE, job.job_id)]
+            assert await asyncio.wait_for(listening, SOON_S) == [CancelledNotice(QUEUE, job.job_id)]
         else:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
@@ -211,9 +211,10 @@ def test_a_forked_child_keeps_no_lock_of_its_parent(path: Path, start: Start) ->
     script = (
         "import os, sys, time, threading\n"
         "from pathlib import Path\n"
-        "from holdfast.engine.sqlite import writers\n"
-        "writer = writers.acquire(Path(sys.argv[1]))\n"
-        "writer._turnstile.enter()\n"
+        "from holdfast.engine.sqlite.schema import prepare_schema\n"
+        "from holdfast.sqlite.writer import acquire_writer\n"
+        "writer = acquire_writer(Path(sys.argv[1]), prepare=prepare_schema)\n"
+        "writer._turnstile.acquire()\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    sys.stdin.read()\n"
@@ -234,9 +235,9 @@ def test_a_forked_child_keeps_no_lock_of_its_parent(path: Path, start: Start) ->
     parent.wait()
     try:
         os.kill(child, 0)
-        turnstile = Turnstile(path)
-        turnstile.enter()
-        turnstile.leave()
+        turnstile = WriteLock(path)
+        turnstile.acquire()
+        turnstile.release()
         turnstile.close()
         os.kill(child, 0)
     finally:
@@ -246,23 +247,23 @@ def test_a_forked_child_keeps_no_lock_of_its_parent(path: Path, start: Start) ->
 
 
 def test_who_has_written_goes_to_the_end_of_the_queue(path: Path) -> None:
-    one, two = Turnstile(path), Turnstile(path)
+    one, two = WriteLock(path), WriteLock(path)
     order: list[str] = []
 
     def wait_and_write() -> None:
-        two.enter()
+        two.acquire()
         order.append("two")
-        two.leave()
+        two.release()
 
-    one.enter()
+    one.acquire()
     waiting = threading.Thread(target=wait_and_write)
     waiting.start()
     wait_until_taken(Path(f"{path}-queue"))
-    one.leave()
+    one.release()
     # At once again: without a queue it would nearly always be first.
-    one.enter()
+    one.acquire()
     order.append("one")
-    one.leave()
+    one.release()
     waiting.join(SOON_S)
     assert order == ["two", "one"]
     one.close()

@@ -11,10 +11,10 @@ import pytest
 from holdfast.core.job import Meta, Receipt
 from holdfast.core.states import State
 from holdfast.core.verdict import DeadLetter, Hold, Release, RetryLater, Settlement, Succeed, Suspend
-from holdfast.engine.port import EngineOptions
+from holdfast.engine.port.jobs import EngineOptions
 from holdfast.engine.sqlite.engine import SqliteEngine
 from holdfast.errors import TransitionInvalid
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 from tests.unit.sqlite_rig import FAILURE, QUEUE, envelope, look, opened, settle, start_one
 
 
@@ -52,7 +52,7 @@ async def test_the_feed_has_the_envelope_and_the_result(path: Path) -> None:
         meta = Meta(context={"user": "u1"}, priority=0)
         claim = await start_one(engine, tenant_id="acme", trace_id="t", idempotency_key="k", meta=meta)
         await settle(engine, claim, Succeed(b'{"url":"x"}'))
-        created, _, succeeded = [event for entry in await engine.feed(QUEUE, "", 10) for event in entry.events]
+        created, _, succeeded = [event for entry in await engine.read_feed(QUEUE, "", 10) for event in entry.events]
         assert created.data == {
             "task": "print",
             "payload": '{"n":1}',
@@ -74,7 +74,7 @@ async def test_a_retry_is_told_with_its_failure_and_due_time(path: Path) -> None
     async with opened(path, clock) as engine:
         claim = await start_one(engine)
         await settle(engine, claim, RetryLater(5_000, FAILURE))
-        event = (await engine.feed(QUEUE, "", 10))[-1].events[0]
+        event = (await engine.read_feed(QUEUE, "", 10))[-1].events[0]
         assert event.data == {
             **msgspec.structs.asdict(FAILURE),
             "next_attempt_at_ms": clock.now_ms() + 5_000,
@@ -121,8 +121,9 @@ async def test_an_operators_dead_letter_says_who_and_why(path: Path) -> None:
         (view,) = await engine.get(QUEUE, [job.job_id])
         assert view is not None
         assert view.failure is not None
-        assert (view.failure.code, view.failure.message) == ("GIVEN_UP_BY_OPERATOR", "never again (by ann)")
-    assert look(path, "SELECT error_code, error FROM dlq_items") == [("GIVEN_UP_BY_OPERATOR", "never again (by ann)")]
+        failure = ("DEAD_LETTERED_BY_OPERATOR", "never again (by ann)")
+        assert (view.failure.code, view.failure.message) == failure
+    assert look(path, "SELECT error_code, error FROM dlq_items") == [failure]
 
 
 async def test_without_a_key_the_job_id_is_the_key(path: Path) -> None:
@@ -185,20 +186,20 @@ async def test_pruning_takes_jobs_events_and_keys(path: Path) -> None:
 async def test_what_a_reader_still_needs_is_not_pruned(path: Path) -> None:
     clock = ManualClock()
     async with opened(path, clock, finished_ttl_ms=60_000) as engine:
-        await engine.register_reader(QUEUE)
+        await engine.attach_reader(QUEUE)
         claim = await start_one(engine)
         await settle(engine, claim, Succeed(b'"kept"'))
         clock.advance(61.0)
         await engine.prune([QUEUE])
-        whole = await engine.feed(QUEUE, "", 100)
+        whole = await engine.read_feed(QUEUE, "", 100)
         assert [event.type for entry in whole for event in entry.events][-1] == "task.succeeded"
         assert whole[-1].events[0].data == {"result": '"kept"'}
         # It is gone for those who look, all the same.
         assert await engine.get(QUEUE, [claim.job_id]) == [None]
 
         await engine.submit([envelope()])
-        latest = (await engine.feed(QUEUE, "", 100))[-1]
-        await engine.forget(QUEUE, latest.position)
+        latest = (await engine.read_feed(QUEUE, "", 100))[-1]
+        await engine.trim_feed(QUEUE, latest.position)
         assert await engine.prune([QUEUE]) >= 1
         assert look(path, "SELECT count(*) FROM jobs WHERE state = 'succeeded'") == [(0,)]
 
@@ -208,13 +209,13 @@ async def test_positions_are_never_used_again(path: Path) -> None:
     async with opened(path, clock, finished_ttl_ms=1_000) as engine:
         claim = await start_one(engine)
         await settle(engine, claim, Succeed(b"1"))
-        position = int((await engine.feed(QUEUE, "", 100))[-1].position)
+        position = int((await engine.read_feed(QUEUE, "", 100))[-1].position)
         clock.advance(2.0)
         await engine.prune([QUEUE])
         assert look(path, "SELECT count(*) FROM job_events") == [(0,)]
         again = await start_one(engine)
-        assert int((await engine.feed(QUEUE, str(position + 1), 100))[0].position) > position
-        assert again.lease.place != claim.lease.place
+        assert int((await engine.read_feed(QUEUE, str(position + 1), 100))[0].position) > position
+        assert again.lease.position != claim.lease.position
 
 
 async def test_workers_that_were_not_seen_for_long_are_forgotten(path: Path) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.states import FINAL, MOVES, State, is_legal
-from holdfast.engine.sqlite.connection import SCHEMA_VERSION, open_writer, prepare_schema
-from holdfast.engine.sqlite.statements import IN_MOTION, bulk_statement, statement
+from holdfast.engine.sqlite.schema import SCHEMA_VERSION, prepare_schema
 from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch
-from holdfast.ledger.schema import metadata
+from holdfast.schema.columns import metadata
+from holdfast.sqlite.connection import open_writer
+from holdfast.sqlite.transaction import ACTIVE_STATES, bulk_statement, statement
 from tests.unit.sqlite_rig import opened
 
 #: Requirement L6: the ledger reads these by name.
@@ -61,7 +62,7 @@ def put(database: sqlite3.Connection, state: State, came_from: State | None, **c
         "finished_at": 1 if state in FINAL else None,
         "worker": "w" if state is State.RUNNING else None,
         "lease_until": 1 if state is State.RUNNING else None,
-        "line": 1 if state in IN_MOTION - {State.RUNNING} else None,
+        "line": 1 if state in ACTIVE_STATES - {State.RUNNING} else None,
         "dlq_id": "d" if state in (State.DLQ_RECORDED, State.FAILED) else None,
         **columns,
     }

@@ -12,13 +12,14 @@ import pytest
 
 from holdfast.core.job import Meta
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, Succeed
-from holdfast.engine.port import EngineOptions
-from holdfast.engine.sqlite import connection, writer
+from holdfast.core.verdict import SettleResult, Succeed
+from holdfast.engine.port.jobs import EngineOptions
+from holdfast.engine.sqlite import schema
 from holdfast.engine.sqlite.engine import SqliteEngine
-from holdfast.engine.sqlite.transaction import Transaction
-from holdfast.engine.sqlite.turnstile import Turnstile
 from holdfast.errors import EngineUnavailable, InvalidOption, InvalidPayload, UnknownJob
+from holdfast.sqlite import connection, writer
+from holdfast.sqlite.connection import WriteLock
+from holdfast.sqlite.transaction import Transaction
 from tests.unit.sqlite_rig import QUEUE, envelope, is_there, look, opened, settle, start_one
 
 
@@ -90,7 +91,7 @@ async def test_a_file_that_another_program_locks(path: Path, monkeypatch: pytest
         assert (await engine.stats(QUEUE)).states == {State.RUNNING: 1}
         shell.execute("ROLLBACK")
         shell.close()
-        assert await settle(engine, claim, Succeed(b"1")) is Answer.APPLIED
+        assert await settle(engine, claim, Succeed(b"1")) is SettleResult.APPLIED
         assert await engine.submit([envelope()])
 
 
@@ -112,7 +113,7 @@ async def test_a_full_disk_refuses_but_keeps_what_it_has(path: Path) -> None:
         if isinstance(good, BaseException):
             good = await engine.submit(accepted)
         assert [receipt.job_id for receipt in good] == [each.job_id for each in accepted]
-        assert await settle(engine, claim, Succeed(b"1")) is Answer.APPLIED
+        assert await settle(engine, claim, Succeed(b"1")) is SettleResult.APPLIED
         assert len(await engine.claim("w1", [QUEUE], 10, 0)) == 2
     assert look(path, "PRAGMA integrity_check") == [("ok",)]
 
@@ -126,7 +127,7 @@ async def test_a_file_that_vanishes_takes_no_more_jobs(path: Path) -> None:
             await engine.submit([envelope()])
         assert not is_there(path)
         rename(aside, path)
-        assert await settle(engine, claim, Succeed(b"1")) is Answer.APPLIED
+        assert await settle(engine, claim, Succeed(b"1")) is SettleResult.APPLIED
 
 
 async def test_a_file_that_is_replaced_is_not_written_into_the_void(path: Path, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ async def test_a_file_that_is_replaced_is_not_written_into_the_void(path: Path, 
         rename(path, tmp_path / "aside.db")
         for suffix in ("-wal", "-shm"):
             rename(f"{path}{suffix}", f"{tmp_path / 'aside.db'}{suffix}")
-        connection.open_writer(path, connection.prepare_schema).close()
+        connection.open_writer(path, schema.prepare_schema).close()
         with pytest.raises(EngineUnavailable, match="moved or deleted"):
             await engine.submit([envelope()])
         fresh = envelope()
@@ -147,11 +148,11 @@ async def test_a_store_that_does_not_answer_is_reported(path: Path, monkeypatch:
     monkeypatch.setattr(writer, "ANSWER_TIMEOUT_S", 0.05)
     async with opened(path) as engine:
         # Another process has stopped in the middle of a write.
-        other = Turnstile(path)
-        other.enter()
+        other = WriteLock(path)
+        other.acquire()
         with pytest.raises(EngineUnavailable, match="has not answered"):
             await engine.submit([envelope()])
-        other.leave()
+        other.release()
         other.close()
         monkeypatch.setattr(writer, "ANSWER_TIMEOUT_S", 10)
         assert await engine.submit([envelope()])
@@ -164,7 +165,7 @@ async def test_what_cannot_be_kept_is_refused_whole(path: Path) -> None:
         with pytest.raises(InvalidOption, match="priority"):
             await engine.submit([envelope(), envelope(meta=Meta(priority=9))])
         with pytest.raises(InvalidOption, match="position"):
-            await engine.feed(QUEUE, "yesterday", 10)
+            await engine.read_feed(QUEUE, "yesterday", 10)
         assert await engine.queues() == []
 
 
@@ -180,7 +181,7 @@ async def test_any_text_is_kept_as_it_is(path: Path, text: str) -> None:
         (view,) = await engine.get(QUEUE, [claim.job_id])
         assert view is not None
         assert view.result == text.encode()
-        events = [event for entry in await engine.feed(QUEUE, "", 10) for event in entry.events]
+        events = [event for entry in await engine.read_feed(QUEUE, "", 10) for event in entry.events]
         assert (events[0].data or {})["payload"] == (events[2].data or {})["result"] == text
 
 
@@ -188,7 +189,7 @@ async def test_a_temporary_database_is_shared_by_siblings_and_goes_with_them() -
     engine = SqliteEngine(":memory:", EngineOptions())
     path = engine._store.place.path
     await engine.open()
-    sibling = engine.sibling()
+    sibling = engine.clone()
     await sibling.open()
     await engine.submit([envelope()])
     assert len(await sibling.claim("w1", [QUEUE], 1, 0)) == 1

@@ -9,16 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.core.fingerprint import fingerprint
 from holdfast.core.job import Failure
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, Succeed
-from holdfast.engine.port import Control
-from holdfast.engine.sqlite import upgrade as upgrading
-from holdfast.engine.sqlite.connection import SCHEMA_VERSION, open_writer, prepare_schema
-from holdfast.engine.sqlite.upgrade import upgrade
+from holdfast.core.text import error_fingerprint
+from holdfast.core.verdict import SettleResult, Succeed
+from holdfast.engine.port.operators import QueueControl
+from holdfast.engine.sqlite import ledger_schema as upgrading
+from holdfast.engine.sqlite.ledger_schema import upgrade
+from holdfast.engine.sqlite.schema import SCHEMA_VERSION, prepare_schema
 from holdfast.errors import EngineUnavailable, InvalidOption, SchemaMismatch
-from holdfast.testing.clock import ManualClock
+from holdfast.sqlite.connection import open_writer
+from holdfast.testing.inline import ManualClock
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened, settle
 
 RELEASES = Path(__file__).parent / "data"
@@ -106,12 +107,12 @@ async def test_a_migrated_file_goes_on_working(path: Path) -> None:
     upgrade(path)
     clock = ManualClock(LATER_MS)
     async with opened(path, clock) as engine:
-        (running,) = await engine.resume("w1", [QUEUE], ())
+        (running,) = await engine.recover_claims("w1", [QUEUE], ())
         assert running.job_id == "running"
-        assert await settle(engine, running, Succeed(b"1")) is Answer.APPLIED
+        assert await settle(engine, running, Succeed(b"1")) is SettleResult.APPLIED
         claims = await engine.claim("w2", [QUEUE], 10, 0)
         assert [claim.job_id for claim in claims] == ["queued"]
-        assert await settle(engine, claims[0], Succeed(b"1")) is Answer.APPLIED
+        assert await settle(engine, claims[0], Succeed(b"1")) is SettleResult.APPLIED
         # Its key is known.
         (receipt,) = await engine.submit([envelope(idempotency_key="k1")])
         assert (receipt.job_id, receipt.duplicate) == ("queued", True)
@@ -123,12 +124,12 @@ async def test_a_migrated_file_goes_on_working(path: Path) -> None:
         await engine.move(QUEUE, "dlq_recorded", State.FAILED, actor="ann", reason="seen")
         views = await engine.get(QUEUE, ["dlq_pending", "dlq_recorded"])
         assert all(view and view.state is State.FAILED and view.meta.dlq_id for view in views)
-        assert await engine.control("mails") == Control(paused=True, concurrency=3)
+        assert await engine.get_control("mails") == QueueControl(paused=True, concurrency=3)
         # Dead letters of the same kind are found together, those from before included.
         kinds = look(path, "SELECT error_code, fingerprint FROM dlq_items WHERE job_id = 'failed'")
         failure = Failure("TASK_ERROR", "no luck", "LuckError")
-        assert kinds == [("TASK_ERROR", fingerprint("print", failure))]
-        entries = await engine.feed(QUEUE, "", 1_000)
+        assert kinds == [("TASK_ERROR", error_fingerprint("print", failure))]
+        entries = await engine.read_feed(QUEUE, "", 1_000)
         created = {
             event.job_id: event.data or {} for entry in entries for event in entry.events if not event.from_state
         }
@@ -146,7 +147,7 @@ async def test_what_the_second_release_knew_better_is_kept(path: Path) -> None:
     asked = "SELECT job_type, status, policies, reason, quorum, requested_by FROM approvals"
     assert look(path, asked) == [("print", "requested", '["large-sums"]', "", 1, "ada")]
     async with opened(path, ManualClock(LATER_MS)) as engine:
-        entries = await engine.feed(QUEUE, "", 1_000)
+        entries = await engine.read_feed(QUEUE, "", 1_000)
         created = {
             event.job_id: event.data or {} for entry in entries for event in entry.events if not event.from_state
         }

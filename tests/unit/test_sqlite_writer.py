@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.core.job import MAX_BATCH
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, Settlement, Succeed
-from holdfast.engine.port import MAX_BATCH, Control
+from holdfast.core.verdict import Settlement, SettleResult, Succeed
+from holdfast.engine.port.operators import QueueControl
 from holdfast.engine.sqlite.engine import SqliteEngine
-from holdfast.engine.sqlite.transaction import Transaction
 from holdfast.errors import IntakeRefused, TransitionInvalid
-from holdfast.testing.clock import ManualClock
+from holdfast.sqlite.transaction import Transaction
+from holdfast.testing.inline import ManualClock
 from tests.unit.sqlite_rig import QUEUE, envelope, look, opened, start_one
 from tests.worker.support import eventually
 
@@ -74,7 +75,7 @@ async def test_what_is_asked_for_at_once_shares_one_commit(path: Path) -> None:
 async def test_an_operation_that_fails_takes_no_other_with_it(path: Path) -> None:
     async with opened(path) as engine:
         claim = await start_one(engine)
-        await engine.set_control("closed", Control(intake_paused=True))
+        await engine.set_control("closed", QueueControl(intake_paused=True))
         let_go = await hold_writer(engine)
         work = [
             engine.submit([envelope()]),
@@ -91,7 +92,7 @@ async def test_an_operation_that_fails_takes_no_other_with_it(path: Path) -> Non
         assert isinstance(refused, IntakeRefused)
         assert isinstance(illegal, TransitionInvalid)
         assert isinstance(broken, ZeroDivisionError)
-        assert settled == [Answer.APPLIED]
+        assert settled == [SettleResult.APPLIED]
     assert look(path, "SELECT state, count(*) FROM jobs GROUP BY state") == [("queued", 1), ("succeeded", 1)]
     assert look(path, "SELECT count(*) FROM workers WHERE worker = 'ghost'") == [(0,)]
 
@@ -151,7 +152,7 @@ async def test_idle_workers_write_nothing(path: Path) -> None:
             assert await engine.claim("w1", [QUEUE], 1, 0) == []
             assert await engine.reclaim("w1", [QUEUE], 10) == []
             assert (await engine.promote([QUEUE], 10)).count == 0
-            assert await engine.resume("w1", [QUEUE], ()) == []
+            assert await engine.recover_claims("w1", [QUEUE], ()) == []
         assert [text for text in statements if not text.startswith(("SELECT", "PRAGMA"))] == []
 
 
@@ -173,7 +174,7 @@ async def test_a_cancelled_claim_leaves_nothing_behind_that_resume_does_not_find
         waiting = asyncio.create_task(engine.claim("w1", [QUEUE], 1, 0))
         await until_enqueued(engine, 1)
         waiting.cancel()
-        found = asyncio.create_task(engine.resume("w1", [QUEUE], ()))
+        found = asyncio.create_task(engine.recover_claims("w1", [QUEUE], ()))
         await asyncio.sleep(0)
         let_go()
         with pytest.raises(asyncio.CancelledError):

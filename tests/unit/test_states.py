@@ -7,7 +7,17 @@ import re
 
 import pytest
 
-from holdfast.core.states import EVENTS, EVENTS_BY_MOVE, FINAL, MOVES, PARKED, State, check_move, event_for, mermaid
+from holdfast.core.states import (
+    EVENTS,
+    EVENTS_BY_MOVE,
+    FINAL,
+    MOVES,
+    PARKED,
+    State,
+    check_move,
+    event_for,
+    mermaid_diagram,
+)
 from holdfast.core.states import is_legal as known
 from holdfast.errors import TransitionInvalid
 
@@ -85,6 +95,6 @@ def test_moves_that_mean_something_else_than_their_target_have_events_of_their_o
 
 
 def test_the_diagram_draws_each_legal_move_once_and_nothing_else() -> None:
-    drawn = re.findall(r"^    (\S+) --> (\S+)$", mermaid(), re.MULTILINE)
+    drawn = re.findall(r"^    (\S+) --> (\S+)$", mermaid_diagram(), re.MULTILINE)
     expected = [(source or "[*]", target) for source, target in PAIRS] + [(state, "[*]") for state in FINAL]
     assert sorted(drawn) == sorted(expected)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 
-from holdfast.cli.staying import staying
+from holdfast.cli.lifecycle import run_until_signal
 
 
 async def test_what_is_loaded_is_not_looked_at_again() -> None:
     gc.unfreeze()
-    with staying(lambda: None):
+    with run_until_signal(lambda: None):
         assert gc.get_freeze_count() > 1_000

@@ -12,11 +12,11 @@ from holdfast.core.states import State, is_legal
 from holdfast.core.verdict import (
     TARGETS,
     UNAVAILABLE_TOO_LONG,
-    AskedApproval,
+    ApprovalNeeded,
     DeadLetter,
-    GaveBack,
+    Deferred,
+    FailureKind,
     Hold,
-    Kind,
     OnExhausted,
     Outcome,
     Raised,
@@ -59,7 +59,7 @@ def judged(
     return judge(claim(meta), outcome, retry, on_exhausted, Random(1), lambda: NOW_MS)
 
 
-def raised(kind: Kind = Kind.RETRYABLE) -> Raised:
+def raised(kind: FailureKind = FailureKind.RETRYABLE) -> Raised:
     return Raised(kind, FAILURE)
 
 
@@ -68,12 +68,12 @@ def test_a_returned_value_succeeds() -> None:
 
 
 def test_a_job_given_back_is_released() -> None:
-    assert judged(GaveBack("draining")) == Release("draining")
-    assert judged(GaveBack("asleep", delay_ms=5, started=True)) == Release("asleep", 5, started=True)
+    assert judged(Deferred("draining")) == Release("draining")
+    assert judged(Deferred("asleep", delay_ms=5, started=True)) == Release("asleep", 5, started=True)
 
 
 def test_a_task_that_asks_for_a_person_is_held() -> None:
-    assert judged(AskedApproval("please look")) == Hold("please look")
+    assert judged(ApprovalNeeded("please look")) == Hold("please look")
 
 
 @pytest.mark.parametrize(("retry_count", "delay_ms"), [(0, 1_000), (1, 2_000), (2, 4_000)])
@@ -90,12 +90,12 @@ def test_the_fourth_failure_ends_it_as_the_task_wants(on_exhausted: OnExhausted,
 
 
 def test_a_fatal_error_is_not_retried() -> None:
-    assert judged(raised(Kind.FATAL)) == DeadLetter(FAILURE)
-    assert judged(raised(Kind.FATAL), on_exhausted=OnExhausted.SUSPEND) == Suspend(FAILURE)
+    assert judged(raised(FailureKind.FATAL)) == DeadLetter(FAILURE)
+    assert judged(raised(FailureKind.FATAL), on_exhausted=OnExhausted.SUSPEND) == Suspend(FAILURE)
 
 
 def test_a_payload_that_does_not_fit_is_always_a_dead_letter() -> None:
-    assert judged(raised(Kind.MISFIT), on_exhausted=OnExhausted.SUSPEND) == DeadLetter(FAILURE)
+    assert judged(raised(FailureKind.INVALID), on_exhausted=OnExhausted.SUSPEND) == DeadLetter(FAILURE)
 
 
 def test_the_job_s_own_policy_goes_before_the_task_s() -> None:
@@ -113,19 +113,19 @@ def test_a_bare_limit_on_the_message_overrides_the_policy_s(max_retries: int, ex
 @pytest.mark.parametrize(("seen", "delay_ms"), [(0, 1_000), (1, 2_000), (4, 16_000), (500, 30_000)])
 def test_an_outage_is_waited_out_without_using_up_retries(seen: int, delay_ms: int) -> None:
     meta = Meta(retry_count=3, unavailable_count=seen, unavailable_since_ms=1)
-    assert judged(raised(Kind.UNAVAILABLE), meta) == RetryLater(delay_ms, FAILURE, counts=False)
+    assert judged(raised(FailureKind.UNAVAILABLE), meta) == RetryLater(delay_ms, FAILURE, counts=False)
 
 
 def test_an_outage_has_a_deadline_if_one_is_set() -> None:
     policy = Retry(jitter=None, unavailable_deadline=10)
     in_time = Meta(unavailable_count=1, unavailable_since_ms=NOW_MS - 9_999)
     too_late = Meta(unavailable_count=1, unavailable_since_ms=NOW_MS - 10_000)
-    assert judged(raised(Kind.UNAVAILABLE), retry=policy) == RetryLater(1_000, FAILURE, counts=False)
-    assert judged(raised(Kind.UNAVAILABLE), in_time, policy) == RetryLater(2_000, FAILURE, counts=False)
-    ended = judged(raised(Kind.UNAVAILABLE), too_late, policy)
+    assert judged(raised(FailureKind.UNAVAILABLE), retry=policy) == RetryLater(1_000, FAILURE, counts=False)
+    assert judged(raised(FailureKind.UNAVAILABLE), in_time, policy) == RetryLater(2_000, FAILURE, counts=False)
+    ended = judged(raised(FailureKind.UNAVAILABLE), too_late, policy)
     assert isinstance(ended, DeadLetter)
     assert (ended.failure.code, ended.failure.message) == (UNAVAILABLE_TOO_LONG, "boom")
-    assert isinstance(judged(raised(Kind.UNAVAILABLE), too_late, policy, OnExhausted.SUSPEND), Suspend)
+    assert isinstance(judged(raised(FailureKind.UNAVAILABLE), too_late, policy, OnExhausted.SUSPEND), Suspend)
 
 
 def test_every_verdict_leads_where_a_running_job_may_go() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.listening import listening
+from holdfast.aio import serve_tcp
 
 SECRET = "whsec_" + base64.b64encode(b"a secret of thirty-two bytes ...").decode()
 OTHER_SECRET = "whsec_" + base64.b64encode(b"another one, also of 32 bytes ..").decode()
@@ -68,7 +68,7 @@ class Receiver:
 @asynccontextmanager
 async def receiving() -> AsyncIterator[Receiver]:
     receiver = Receiver(0)
-    async with listening(receiver.serve, "127.0.0.1") as receiver.port:
+    async with serve_tcp(receiver.serve, "127.0.0.1") as receiver.port:
         yield receiver
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from holdfast import Fatal, Holdfast
 from holdfast.core.states import State
-from holdfast.ledger.listing import JobFilter
-from holdfast.webhooks.messages import QUEUE
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.webhooks.deliveries import QUEUE
 from tests.webhooks.receiver import SECRET
 
 

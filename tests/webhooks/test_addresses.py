@@ -6,10 +6,10 @@ from ipaddress import ip_address
 
 import pytest
 
-from holdfast.core.webhook import Exceptions, check_address, check_target, is_public
+from holdfast.core.webhook_url import AllowList, check_address, check_target, is_public
 from holdfast.errors import InvalidOption
 
-NONE = Exceptions()
+NONE = AllowList()
 
 PRIVATE = [
     "127.0.0.1", "127.255.255.254", "10.1.2.3", "172.16.0.1", "172.31.255.255", "192.168.1.1", "0.0.0.0", "0.1.2.3",
@@ -71,14 +71,14 @@ def test_addresses_that_are_none(url: object) -> None:
 def test_a_good_address_and_what_is_shown_of_it() -> None:
     target = check_target("https://Hooks.Example.org.:8443/a/b?token=s3cret#part", NONE)
     assert (target.host, target.port, target.path) == ("hooks.example.org", 8443, "/a/b?token=s3cret")
-    assert target.shown == "https://hooks.example.org:8443"
+    assert target.redacted == "https://hooks.example.org:8443"
     assert check_target("http://8.8.8.8", NONE).path == "/"
     assert check_target("http://example.org#@127.0.0.1:80/", NONE).host == "example.org"
-    assert check_target("http://[2606:4700::1111]:80/", NONE).shown == "http://[2606:4700::1111]"
+    assert check_target("http://[2606:4700::1111]:80/", NONE).redacted == "http://[2606:4700::1111]"
 
 
 def test_exceptions_allow_what_they_name_and_no_more() -> None:
-    allowed = Exceptions.parse(["10.0.0.0/8", "127.0.0.1", "::1", "hooks.internal"])
+    allowed = AllowList.parse(["10.0.0.0/8", "127.0.0.1", "::1", "hooks.internal"])
     check_target("http://10.200.1.1/", allowed)
     check_target("http://127.0.0.1:9/", allowed)
     check_target("http://[::ffff:10.0.0.1]/", allowed)
@@ -94,4 +94,4 @@ def test_exceptions_allow_what_they_name_and_no_more() -> None:
 @pytest.mark.parametrize("entry", ["10.0.0.0/99", "http://x/", "a b", "", "127.1"])
 def test_exceptions_that_are_none(entry: str) -> None:
     with pytest.raises(InvalidOption):
-        Exceptions.parse([entry])
+        AllowList.parse([entry])

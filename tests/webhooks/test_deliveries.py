@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
+from holdfast.core.principal import AuditEntry
 from holdfast.core.states import State
-from holdfast.core.webhook import SUBSCRIBERS
+from holdfast.core.webhook_url import ANY_SUBSCRIBER
 from holdfast.errors import InvalidOption, JobFailed, LedgerUnavailable, NoLedger
-from holdfast.ledger.people import Action
-from holdfast.upkeep.bookkeeping import Bookkeeping
-from holdfast.upkeep.courier import Courier
+from holdfast.upkeep.dispatch import WebhookDispatcher
+from holdfast.upkeep.ledger_tasks import LedgerTasks
 from holdfast.webhooks import verify
-from holdfast.webhooks.messages import TASK
+from holdfast.webhooks.deliveries import TASK
 from tests.webhooks.receiver import OTHER_SECRET, SECRET, Receiver, is_signed, receiving, status
 from tests.webhooks.support import deliveries, make_app
 from tests.worker.support import eventually, working
@@ -107,28 +107,28 @@ async def test_a_courier_that_dies_before_its_mark_repeats_nothing(
 ) -> None:
     app = make_app(stores)
     # A worker that keeps the ledger but has no courier: the test's own dies half-way.
-    monkeypatch.setattr(Courier, "run", _nothing)
+    monkeypatch.setattr(WebhookDispatcher, "run", _nothing)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
         await job.result(timeout=60)
-        ledger = app.ledger_port
+        ledger = app.ledger_backend
         assert ledger is not None
-        await app.ledger.caught_up()
-        courier = Courier(app.engine, ledger, app.settings)
-        real = ledger.telling.mark.jobs
+        await app.ledger.wait_caught_up()
+        courier = WebhookDispatcher(app.engine, ledger, app.settings)
+        real = ledger.notifications.mark.jobs
 
         async def die(*_: Any) -> None:
             raise LedgerUnavailable("killed")
 
-        monkeypatch.setattr(ledger.telling.mark, "jobs", die)
+        monkeypatch.setattr(ledger.notifications.mark, "jobs", die)
         for _ in range(2):
             with pytest.raises(LedgerUnavailable):
-                await courier.turn()
+                await courier.run_once()
         await eventually(lambda: receiver.requests, "the webhook")
-        monkeypatch.setattr(ledger.telling.mark, "jobs", real)
-        assert await courier.turn() == 1
-        assert await courier.turn() == 0
-        await app.ledger.caught_up()
+        monkeypatch.setattr(ledger.notifications.mark, "jobs", real)
+        assert await courier.run_once() == 1
+        assert await courier.run_once() == 0
+        await app.ledger.wait_caught_up()
         await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
         assert len(await deliveries(app)) == 1
     assert len(receiver.requests) == 1
@@ -138,21 +138,21 @@ async def test_a_row_is_marked_only_once_the_ledger_has_its_delivery(
     stores: dict[str, Any], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make_app(stores)
-    monkeypatch.setattr(Courier, "run", _nothing)
+    monkeypatch.setattr(WebhookDispatcher, "run", _nothing)
     async with app, working(app):
         job = await app.tasks["add"].options(webhook=receiver.url).submit(1, 2)
         await job.result(timeout=60)
-        ledger = app.ledger_port
+        ledger = app.ledger_backend
         assert ledger is not None
-        await app.ledger.caught_up()
-        courier = Courier(app.engine, ledger, app.settings)
+        await app.ledger.wait_caught_up()
+        courier = WebhookDispatcher(app.engine, ledger, app.settings)
         if ledger.projection is not None:
             # An engine that was wiped now would lose the delivery.
-            monkeypatch.setattr(ledger.projection, "wait_present", _nothing_yet)
-            assert await courier.turn() == 0
+            monkeypatch.setattr(ledger.projection, "wait_recorded", _nothing_yet)
+            assert await courier.run_once() == 0
             monkeypatch.undo()
-        assert await courier.turn() == 1
-        assert await courier.turn() == 0
+        assert await courier.run_once() == 1
+        assert await courier.run_once() == 0
         await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
     assert len(receiver.requests) == 1
 
@@ -166,9 +166,9 @@ async def test_couriers_side_by_side_tell_once(
 ) -> None:
     app = make_app(stores)
     async with app, working(app):
-        ledger = app.ledger_port
+        ledger = app.ledger_backend
         assert ledger is not None
-        others = [Bookkeeping(app.engine, ledger, app.settings, project=False) for _ in range(3)]
+        others = [LedgerTasks(app.engine, ledger, app.settings, project=False) for _ in range(3)]
         for other in others:
             other.start()
         jobs = [await app.tasks["add"].options(webhook=receiver.url).submit(1, number) for number in range(20)]
@@ -197,7 +197,7 @@ async def test_subscribers_hear_of_their_tenants_jobs(stores: dict[str, Any], re
             await app.tasks["add"].options(tenant_id="umbrella").submit(1, 2)
             failed = await app.tasks["fail"].options(tenant_id="umbrella").submit("no")
             await eventually(lambda: receiver.requests and other.requests, "the webhooks")
-            assert (await wanted.view()).meta.webhook == SUBSCRIBERS
+            assert (await wanted.info()).meta.webhook == ANY_SUBSCRIBER
 
             async def all_told() -> bool:
                 return len(await deliveries(app, State.SUCCEEDED)) == 2
@@ -212,13 +212,13 @@ async def test_subscribers_hear_of_their_tenants_jobs(stores: dict[str, Any], re
 async def test_alerts_are_told(stores: dict[str, Any], receiver: Receiver) -> None:
     app = make_app(stores, webhooks=[{"url": receiver.url, "events": ["alert.*"]}])
     async with app, working(app):
-        ledger = app.ledger_port
+        ledger = app.ledger_backend
         assert ledger is not None
-        alert = Action(
+        alert = AuditEntry(
             type="alert.backlog", actor="holdfast", tenant_id="default", target="queue", target_id="mail", queue="mail",
             reason="1,500 jobs wait", after={"backlog": 1500},
         )  # fmt: skip
-        assert await ledger.people.raise_alert("backlog:mail", alert)
+        assert await ledger.operators.raise_alert("backlog:mail", alert)
         await eventually(lambda: receiver.requests, "the webhook")
     [request] = receiver.requests
     assert request.json["type"] == "alert.backlog"
@@ -232,11 +232,11 @@ async def test_approvals_are_told_step_by_step(stores: dict[str, Any], receiver:
     async with app, working(app):
         job = await app.tasks["add"].options(hold=True).submit(1, 2)
         await eventually(lambda: receiver.requests, "the question")
-        ledger = app.ledger_port
+        ledger = app.ledger_backend
         assert ledger is not None
         asked = receiver.requests[0].json
         assert (asked["type"], asked["data"]["job_id"]) == ("approval.requested", job.id)
-        await ledger.people.vote(None, asked["data"]["approval_id"], person="ada", approve=False, reason="too dear")
+        await ledger.operators.vote(None, asked["data"]["approval_id"], person="ada", approve=False, reason="too dear")
         await eventually(lambda: len(receiver.requests) == 2, "the answer")
     told = receiver.requests[1].json
     assert told["type"] == "approval.rejected"
@@ -335,5 +335,5 @@ async def test_logs_have_no_secret_of_the_address(
     assert SECRET not in caplog.text
 
 
-async def _nothing(_: Courier) -> None:
+async def _nothing(_: WebhookDispatcher) -> None:
     await asyncio.Event().wait()

@@ -9,16 +9,16 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast.core.job import Envelope
-from holdfast.core.person import Person, Role
+from holdfast.core.principal import Principal, Role
 from holdfast.core.states import State
-from holdfast.ledger.letters import LetterFilter
-from holdfast.offices import Offices
-from holdfast.webhooks.messages import QUEUE, TASK
+from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+from holdfast.operations.operations import Operations
+from holdfast.webhooks.deliveries import QUEUE, TASK
 from tests.webhooks.receiver import SECRET, Receiver, status
 from tests.webhooks.support import deliveries, make_app
 from tests.worker.support import eventually, working
 
-EVE = Person(name="eve", role=Role.OPERATOR, tenants=frozenset({"acme"}))
+EVE = Principal(name="eve", role=Role.OPERATOR, tenants=frozenset({"acme"}))
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ async def test_an_edited_replay_is_not_sent(app: Holdfast, receiver: Receiver) -
         job = await app.tasks["add"].options(tenant_id="acme").submit(1, 2)
         assert await job.result(timeout=60) == 3
         await eventually(lambda: _is_failed(app))
-        letters = Offices.of(app).letters
-        (letter,) = (await letters.list(EVE, LetterFilter())).letters
+        letters = Operations.for_app(app).dead_letters
+        (letter,) = (await letters.list(EVE, DeadLetterFilter())).dead_letters
         genuine = msgspec.json.decode(letter.payload.text)
         told = len(receiver.requests)
         for changed in ({"body": "{}"}, {"url": f"http://127.0.0.1:{receiver.port}/other"}, {"webhook_id": "msg_2"}):
@@ -80,5 +80,5 @@ async def test_a_subscribers_address_is_not_in_the_jobs_of_tenants(app: Holdfast
         await eventually(lambda: receiver.requests)
         assert "s3cret" in receiver.requests[0].line
         (row,) = await deliveries(app)
-        view = await Offices.of(app).operating.locate(EVE, row.job_id)
+        view = await Operations.for_app(app).operating.find(EVE, row.job_id)
     assert "s3cret" not in repr(view)

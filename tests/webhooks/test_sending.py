@@ -9,12 +9,12 @@ from ipaddress import ip_address
 
 import pytest
 
-from holdfast.chaos.servers import free_port
-from holdfast.core.webhook import Address
+from holdfast.core.webhook_url import Address
 from holdfast.errors import Fatal
 from holdfast.settings import Settings
+from holdfast.verification.chaos.servers import free_port
 from holdfast.webhooks import verify
-from holdfast.webhooks.sending import DeliveryFailed, Sender
+from holdfast.webhooks.sender import DeliveryFailed, WebhookSender
 from tests.webhooks.receiver import OK, OTHER_SECRET, SECRET, Receiver, is_signed, receiving, status
 
 BODY = b'{"type":"job.succeeded","timestamp":"2026-11-15T12:00:00Z","data":{}}'
@@ -37,7 +37,7 @@ class Names:
 
 
 async def test_a_delivery_is_signed_and_taken(receiver: Receiver) -> None:
-    assert await Sender(settings()).send(receiver.url, "msg_1", BODY) == 204
+    assert await WebhookSender(settings()).send(receiver.url, "msg_1", BODY) == 204
     [request] = receiver.requests
     assert request.line == "POST /hook?key=s3cret HTTP/1.1"
     assert request.body == BODY
@@ -51,14 +51,14 @@ async def test_a_delivery_is_signed_and_taken(receiver: Receiver) -> None:
 
 
 async def test_while_a_secret_is_replaced_both_sign(receiver: Receiver) -> None:
-    await Sender(settings(webhook_secret=f"{SECRET} {OTHER_SECRET}")).send(receiver.url, "msg_1", BODY)
+    await WebhookSender(settings(webhook_secret=f"{SECRET} {OTHER_SECRET}")).send(receiver.url, "msg_1", BODY)
     assert is_signed(receiver.requests[0], SECRET)
     assert is_signed(receiver.requests[0], OTHER_SECRET)
 
 
 async def test_a_subscriber_has_a_secret_of_its_own(receiver: Receiver) -> None:
     hooks = [{"url": receiver.url, "events": ["alert.*"], "secret": OTHER_SECRET}]
-    await Sender(settings(webhooks=hooks)).send(receiver.url, "msg_1", BODY)
+    await WebhookSender(settings(webhooks=hooks)).send(receiver.url, "msg_1", BODY)
     assert is_signed(receiver.requests[0], OTHER_SECRET)
     assert not is_signed(receiver.requests[0], SECRET)
 
@@ -67,14 +67,14 @@ async def test_a_subscriber_has_a_secret_of_its_own(receiver: Receiver) -> None:
 async def test_what_is_not_taken_is_tried_again(receiver: Receiver, code: int) -> None:
     receiver.answers = [status(code)]
     with pytest.raises(DeliveryFailed, match=str(code)) as caught:
-        await Sender(settings()).send(receiver.url, "msg_1", BODY)
+        await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
     assert "s3cret" not in str(caught.value)
 
 
 async def test_gone_means_never_again(receiver: Receiver) -> None:
     receiver.answers = [status(410)]
     with pytest.raises(Fatal, match="410"):
-        await Sender(settings()).send(receiver.url, "msg_1", BODY)
+        await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
 
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
@@ -82,7 +82,7 @@ async def test_redirects_are_not_followed(receiver: Receiver, code: int) -> None
     async with receiving() as elsewhere:
         receiver.answers = [status(code, f"location: {elsewhere.url}")]
         with pytest.raises(DeliveryFailed, match=str(code)):
-            await Sender(settings()).send(receiver.url, "msg_1", BODY)
+            await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
         assert elsewhere.connections == 0
 
 
@@ -90,13 +90,13 @@ async def test_proxies_of_the_environment_are_not_used(receiver: Receiver, monke
     async with receiving() as proxy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
-        await Sender(settings()).send(receiver.url, "msg_1", BODY)
+        await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
         assert (len(receiver.requests), proxy.connections) == (1, 0)
 
 
 async def test_nobody_there_is_tried_again() -> None:
     with pytest.raises(DeliveryFailed, match="cannot be reached"):
-        await Sender(settings()).send(f"http://127.0.0.1:{free_port()}/", "msg_1", BODY)
+        await WebhookSender(settings()).send(f"http://127.0.0.1:{free_port()}/", "msg_1", BODY)
 
 
 async def test_a_name_without_an_address_is_tried_again() -> None:
@@ -104,9 +104,9 @@ async def test_a_name_without_an_address_is_tried_again() -> None:
         raise OSError(-2, "Name or service not known")
 
     with pytest.raises(DeliveryFailed, match="not known"):
-        await Sender(settings(), unknown).send("https://example.org/", "msg_1", BODY)
+        await WebhookSender(settings(), unknown).send("https://example.org/", "msg_1", BODY)
     with pytest.raises(DeliveryFailed, match="no address"):
-        await Sender(settings(), Names([])).send("https://example.org/", "msg_1", BODY)
+        await WebhookSender(settings(), Names([])).send("https://example.org/", "msg_1", BODY)
 
 
 # What it must not be used for ----------------------------------------------------------------------
@@ -120,7 +120,9 @@ async def test_a_name_without_an_address_is_tried_again() -> None:
 async def test_names_of_private_addresses_are_refused(receiver: Receiver, addresses: list[str]) -> None:
     names = Names(addresses)
     with pytest.raises(Fatal, match=r"example\.org is not on the public internet"):
-        await Sender(settings(webhook_allow=[]), names).send(f"http://example.org:{receiver.port}/", "msg_1", BODY)
+        await WebhookSender(settings(webhook_allow=[]), names).send(
+            f"http://example.org:{receiver.port}/", "msg_1", BODY
+        )
     assert names.asked == ["example.org"]
     assert receiver.connections == 0
 
@@ -128,14 +130,14 @@ async def test_names_of_private_addresses_are_refused(receiver: Receiver, addres
 async def test_the_checked_address_is_the_one_that_is_used(receiver: Receiver) -> None:
     """DNS rebinding: a second look-up would get another answer; there is none."""
     names = Names(["127.0.0.1"], ["10.6.6.6"])
-    assert await Sender(settings(), names).send(f"http://example.org:{receiver.port}/", "msg_1", BODY) == 204
+    assert await WebhookSender(settings(), names).send(f"http://example.org:{receiver.port}/", "msg_1", BODY) == 204
     assert names.asked == ["example.org"]
     # The name is what the receiver knows itself by.
     assert receiver.requests[0].headers["host"] == f"example.org:{receiver.port}"
 
 
 async def test_a_name_that_changes_its_mind_between_attempts_is_refused(receiver: Receiver) -> None:
-    sender = Sender(settings(webhook_allow=["127.0.0.1/32"]), Names(["127.0.0.1"], ["127.0.0.2"]))
+    sender = WebhookSender(settings(webhook_allow=["127.0.0.1/32"]), Names(["127.0.0.1"], ["127.0.0.2"]))
     url = f"http://example.org:{receiver.port}/"
     assert await sender.send(url, "msg_1", BODY) == 204
     with pytest.raises(Fatal, match="public internet"):
@@ -145,14 +147,14 @@ async def test_a_name_that_changes_its_mind_between_attempts_is_refused(receiver
 async def test_the_next_address_is_tried(receiver: Receiver) -> None:
     allowed = settings(webhook_allow=["127.0.0.0/8"])
     names = Names(["127.6.6.6", "127.0.0.1"])
-    assert await Sender(allowed, names).send(f"http://example.org:{receiver.port}/", "msg_1", BODY) == 204
+    assert await WebhookSender(allowed, names).send(f"http://example.org:{receiver.port}/", "msg_1", BODY) == 204
 
 
 async def test_what_is_not_allowed_any_more_is_refused(receiver: Receiver) -> None:
     with pytest.raises(Fatal, match="public internet"):
-        await Sender(settings(webhook_allow=[])).send(receiver.url, "msg_1", BODY)
+        await WebhookSender(settings(webhook_allow=[])).send(receiver.url, "msg_1", BODY)
     with pytest.raises(Fatal, match="no secret"):
-        await Sender(settings(webhook_secret=None)).send(receiver.url, "msg_1", BODY)
+        await WebhookSender(settings(webhook_secret=None)).send(receiver.url, "msg_1", BODY)
     assert receiver.connections == 0
 
 
@@ -166,7 +168,7 @@ async def test_a_silent_receiver_is_left(receiver: Receiver) -> None:
     receiver.answers = [silent]
     began = time.monotonic()
     with pytest.raises(DeliveryFailed, match=r"not answered within 0\.3 s"):
-        await Sender(settings(webhook_timeout_s=0.3)).send(receiver.url, "msg_1", BODY)
+        await WebhookSender(settings(webhook_timeout_s=0.3)).send(receiver.url, "msg_1", BODY)
     assert time.monotonic() - began < 5
 
 
@@ -180,7 +182,7 @@ async def test_a_receiver_that_drips_its_headers_is_left(receiver: Receiver) -> 
 
     receiver.answers = [drip]
     with pytest.raises(DeliveryFailed, match="not answered"):
-        await Sender(settings(webhook_timeout_s=0.3)).send(receiver.url, "msg_1", BODY)
+        await WebhookSender(settings(webhook_timeout_s=0.3)).send(receiver.url, "msg_1", BODY)
 
 
 async def test_endless_headers_are_not_read_to_their_end(receiver: Receiver) -> None:
@@ -196,7 +198,7 @@ async def test_endless_headers_are_not_read_to_their_end(receiver: Receiver) -> 
 
     receiver.answers = [flood]
     with pytest.raises(DeliveryFailed, match="does not speak HTTP"):
-        await Sender(settings()).send(receiver.url, "msg_1", BODY)
+        await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
     assert sent < 20_000_000
 
 
@@ -212,7 +214,7 @@ async def test_of_a_huge_answer_only_a_little_is_read(receiver: Receiver) -> Non
             await writer.drain()
 
     receiver.answers = [flood]
-    assert await Sender(settings()).send(receiver.url, "msg_1", BODY) == 200
+    assert await WebhookSender(settings()).send(receiver.url, "msg_1", BODY) == 200
     assert sent < 50_000_000
 
 
@@ -223,12 +225,12 @@ async def test_an_answer_that_never_ends_is_taken_by_its_status(receiver: Receiv
         await asyncio.sleep(30)
 
     receiver.answers = [slow]
-    assert await Sender(settings()).send(receiver.url, "msg_1", BODY) == 202
+    assert await WebhookSender(settings()).send(receiver.url, "msg_1", BODY) == 202
 
 
 @pytest.mark.parametrize("answer", [b"", b"garbage\r\n\r\n", b"\x00\x00\x00", b"HTTP/1.1 999999 x\r\n\r\n"])
 async def test_nonsense_is_tried_again(receiver: Receiver, answer: bytes) -> None:
     receiver.answers = [answer, OK]
     with pytest.raises(DeliveryFailed):
-        await Sender(settings()).send(receiver.url, "msg_1", BODY)
-    assert await Sender(settings()).send(receiver.url, "msg_1", BODY) == 204
+        await WebhookSender(settings()).send(receiver.url, "msg_1", BODY)
+    assert await WebhookSender(settings()).send(receiver.url, "msg_1", BODY) == 204

@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from holdfast.core.webhook import parse_secrets
+from holdfast.core.webhook_url import parse_secrets
 from holdfast.errors import InvalidOption, SignatureInvalid
-from holdfast.webhooks import MemorySeen, sign, verify
+from holdfast.webhooks import InMemoryDeliveryStore, sign, verify
 from tests.webhooks.receiver import OTHER_SECRET, SECRET
 
 NOW = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
@@ -87,7 +87,7 @@ def test_old_and_future_timestamps_are_refused(away: timedelta) -> None:
 
 
 def test_a_replayed_signature_is_refused_and_a_second_attempt_is_not() -> None:
-    seen = MemorySeen()
+    seen = InMemoryDeliveryStore()
     now = datetime.now(UTC)
     first = headers(at=int(now.timestamp()))
     assert verify(first, BODY, SECRET, seen=seen, now=now).id == "msg_1"
@@ -99,14 +99,14 @@ def test_a_replayed_signature_is_refused_and_a_second_attempt_is_not() -> None:
 
 
 def test_a_forged_request_does_not_use_up_an_id() -> None:
-    seen = MemorySeen()
+    seen = InMemoryDeliveryStore()
     with pytest.raises(SignatureInvalid):
         verify(headers(secret=OTHER_SECRET), BODY, SECRET, seen=seen, now=NOW)
     assert verify(headers(), BODY, SECRET, seen=seen, now=NOW).id == "msg_1"
 
 
 def test_what_cannot_come_any_more_is_forgotten() -> None:
-    seen = MemorySeen()
+    seen = InMemoryDeliveryStore()
     past = datetime.now(UTC) - timedelta(seconds=1)
     assert all(seen.add(f"delivery-{number}", past) for number in range(1_000))
     assert seen.add("last", datetime.now(UTC) + timedelta(minutes=10))

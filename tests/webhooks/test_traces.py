@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from holdfast.core.states import State
 from holdfast.observe.tracing import Tracer
-from holdfast.webhooks.messages import TASK
+from holdfast.webhooks.deliveries import TASK
 from tests.webhooks.receiver import Receiver, status
 from tests.webhooks.support import deliveries, make_app
 from tests.worker.support import eventually, working
@@ -24,7 +24,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = Tracer(provider)
-    for module in ("holdfast.app", "holdfast.worker.worker", "holdfast.worker.postman"):
+    for module in ("holdfast.app", "holdfast.worker.worker", "holdfast.worker.webhook_worker"):
         monkeypatch.setattr(f"{module}.tracer_for", lambda _: tracer)
     yield exporter
     provider.shutdown()
@@ -67,7 +67,7 @@ async def test_approvals_are_in_the_trace_of_their_job(
         job = await app.tasks["add"].options(hold=True).submit(1, 2)
         await eventually(lambda: deliveries(app, State.SUCCEEDED), "the delivery's end")
         [delivery] = await deliveries(app)
-        trace_id = (await job.view()).trace_id
+        trace_id = (await job.info()).trace_id
     [submit] = named(exporter, "submit add")
     [attempt] = named(exporter, f"run {TASK}")
     assert attempt.parent.span_id == submit.context.span_id

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from holdfast import Holdfast
+from holdfast import Holdfast, factory
+from holdfast import factory as ledgers
 from holdfast.clock import Clock
-from holdfast.engine import factory
 from holdfast.engine.port import Engine
-from holdfast.ledger import factory as ledgers
 from holdfast.settings import Settings
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 from tests.worker.support import Faults, FaultyEngine
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from holdfast import Holdfast, Worker
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable
-from holdfast.observe.counts import Counts
-from holdfast.worker.worker import Ended
+from holdfast.observe.counters import Counters
+from holdfast.worker.worker import WorkerExit
 
 PATIENCE_S = 60.0
 
@@ -41,7 +41,7 @@ async def working(app: Holdfast, **options: Any) -> AsyncIterator[Worker]:
     finally:
         worker.drain()
         async with asyncio.timeout(PATIENCE_S):
-            assert await running in set(Ended)
+            assert await running in set(WorkerExit)
 
 
 class Faults:
@@ -70,15 +70,15 @@ class FaultyEngine:
         """The one without faults, whose file an embedded ledger is in."""
         return self._engine
 
-    def sibling(self) -> FaultyEngine:
-        return FaultyEngine(self._engine.sibling(), self._faults)
+    def clone(self) -> FaultyEngine:
+        return FaultyEngine(self._engine.clone(), self._faults)
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> Counters:
         return self._engine.counts
 
     @counts.setter
-    def counts(self, counts: Counts) -> None:
+    def counts(self, counts: Counters) -> None:
         self._engine.counts = counts
 
     def __getattr__(self, name: str) -> Any:

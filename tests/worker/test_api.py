@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from holdfast import Context, Holdfast, Priority, Retry, State
-from holdfast.engine.port import MAX_BATCH, Control
+from holdfast.core.job import MAX_BATCH
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import (
     IntakeRefused,
     InvalidPayload,
@@ -24,7 +25,7 @@ from holdfast.errors import (
     UsageError,
     WaitTimeout,
 )
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 from tests.worker.support import Faults, eventually, working
 
 
@@ -52,7 +53,7 @@ async def test_options_reach_the_job(app: Holdfast, clock: ManualClock) -> None:
     at = datetime.fromtimestamp(clock.now_ms() / 1000, UTC) + timedelta(hours=1)
     later = await work.options(run_at=at, priority="high", retry=retry, queue="quick", context={"a": 1}).submit()
     held = await work.options(hold=True).submit()
-    views = [await job.view() for job in (later, held, await work.submit())]
+    views = [await job.info() for job in (later, held, await work.submit())]
     assert (views[0].queue, views[0].meta.priority, views[0].meta.retry) == ("quick", Priority.HIGH, retry)
     assert views[0].meta.context == {"a": 1}
     assert [view.state for view in views] == [State.QUEUED, State.WAITING_APPROVAL, State.QUEUED]
@@ -114,7 +115,7 @@ async def test_waiting_ends_as_the_job_does(app: Holdfast) -> None:
         await eventually(lambda: _state(suspended, State.SUSPENDED))
         with pytest.raises(WaitTimeout):
             await suspended.result(0.05)
-    for ask in (app.job("nobody").view, app.job("nobody").result, app.job("nobody").cancel):
+    for ask in (app.job("nobody").info, app.job("nobody").result, app.job("nobody").cancel):
         with pytest.raises(UnknownJob):
             await ask()
 
@@ -155,7 +156,7 @@ async def test_submitting_by_name(app: Holdfast, url: str) -> None:
         return number
 
     job = await app.submit_raw("work", b"[1]", idempotency_key="k")
-    assert (job.queue, (await job.view()).meta.priority) == ("mail", Priority.HIGH)
+    assert (job.queue, (await job.info()).meta.priority) == ("mail", Priority.HIGH)
     assert (await app.submit_raw("work", b'{"number": 2}', idempotency_key="k")).duplicate
     with pytest.raises(UnknownTask):
         await app.submit_raw("nobody", b"{}")
@@ -192,7 +193,7 @@ async def test_a_queue_that_refuses_intake_refuses_only_its_own(url: str) -> Non
     async def work() -> None: ...
 
     async with app:
-        await app.engine.set_control("full", Control(intake_paused=True))
+        await app.engine.set_control("full", QueueControl(intake_paused=True))
         answers = await asyncio.gather(
             *(work.options(queue=queue).submit() for queue in ("full", "open", "full", "open")), return_exceptions=True
         )

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from holdfast import Holdfast, State
-from holdfast.engine.port import Control
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import InvalidOption
-from holdfast.worker.fetcher import Rate
+from holdfast.worker.fetcher import Throughput
 from tests.worker.support import eventually, working
 
 
@@ -58,12 +58,12 @@ async def test_concurrency_changes_while_it_runs(app: Holdfast) -> None:
         await eventually(lambda: gauge.inside == 2)
         worker.set_concurrency(5)
         await eventually(lambda: gauge.inside == 5)
-        await app.engine.set_control("default", Control(concurrency=8))
+        await app.engine.set_control("default", QueueControl(concurrency=8))
         await eventually(lambda: gauge.inside == 8, "the operator's setting")
         assert worker.concurrency == 8
         worker.set_concurrency(1)
         assert worker.concurrency == 8
-        await app.engine.set_control("default", Control())
+        await app.engine.set_control("default", QueueControl())
         await eventually(lambda: worker.concurrency == 1)
         with pytest.raises(InvalidOption):
             worker.set_concurrency(0)
@@ -74,7 +74,7 @@ async def test_concurrency_changes_while_it_runs(app: Holdfast) -> None:
 
 async def test_controls_that_were_set_before_apply_from_the_start(app: Holdfast) -> None:
     await app.open()
-    await app.engine.set_control("default", Control(concurrency=3))
+    await app.engine.set_control("default", QueueControl(concurrency=3))
     async with working(app) as worker:
         await eventually(lambda: worker.concurrency == 3)
 
@@ -85,12 +85,12 @@ async def test_a_paused_queue_gives_nothing(both: Holdfast) -> None:
         return "done"
 
     await both.open()
-    await both.engine.set_control("default", Control(paused=True))
+    await both.engine.set_control("default", QueueControl(paused=True))
     job = await work.submit()
     async with working(both) as worker:
         await eventually(lambda: worker.ready)
         assert await job.state() is State.QUEUED
-        await both.engine.set_control("default", Control())
+        await both.engine.set_control("default", QueueControl())
         assert await job.result(60) == "done"
 
 
@@ -109,7 +109,7 @@ async def test_what_was_fetched_ahead_does_not_wait_behind_slow_jobs(app: Holdfa
         claims = await app.engine.claim(worker.incarnation, ["default"], 10, 1_000)
         worker._runner.accept(claims)  # type: ignore[union-attr]
         assert await waiting.state() is State.RUNNING
-        await eventually(lambda: worker.in_hand == 1, "the waiting job to be given back")
+        await eventually(lambda: worker.in_flight == 1, "the waiting job to be given back")
         assert await waiting.state() is State.QUEUED
         go.set()
         await waiting.result(60)
@@ -118,26 +118,26 @@ async def test_what_was_fetched_ahead_does_not_wait_behind_slow_jobs(app: Holdfa
 def test_only_quick_jobs_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    rate, done = Rate(), 0
-    assert rate.ahead(done) == 0
+    rate, done = Throughput(), 0
+    assert rate.prefetch(done) == 0
     for _ in range(30):  # 20 a second
         now += 0.05
         done += 1
-        assert rate.ahead(done) == 0
+        assert rate.prefetch(done) == 0
     for _ in range(30):  # 30,000 a second
         now += 0.005
         done += 150
-    assert 290 <= rate.ahead(done) <= 300
+    assert 290 <= rate.prefetch(done) <= 300
     for _ in range(30):  # and a store that takes 5 ms to answer
-        rate.took(0.005)
-    assert 435 <= rate.ahead(done) <= 450
+        rate.record_claim(0.005)
+    assert 435 <= rate.prefetch(done) <= 450
     for _ in range(30):  # more than a batch in 10 ms
         now += 0.005
         done += 1_000
-    assert rate.ahead(done) == 500
+    assert rate.prefetch(done) == 500
     now += 5
-    assert rate.ahead(done) == 0
+    assert rate.prefetch(done) == 0
     now += 0.005
-    assert rate.ahead(done + 150) > 0
-    rate.forget()
-    assert rate.ahead(done + 150) == 0
+    assert rate.prefetch(done + 150) > 0
+    rate.reset()
+    assert rate.prefetch(done + 150) == 0

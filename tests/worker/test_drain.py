@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from holdfast import Context, Holdfast, State, Worker
-from holdfast.worker.ending import Ending
 from holdfast.worker.fetcher import Fetcher
-from holdfast.worker.worker import Ended
+from holdfast.worker.in_flight import Drain
+from holdfast.worker.worker import WorkerExit
 from tests.worker.support import Faults, eventually, working
 
 
-async def start(app: Holdfast, **options: Any) -> tuple[Worker, asyncio.Task[Ended]]:
+async def start(app: Holdfast, **options: Any) -> tuple[Worker, asyncio.Task[WorkerExit]]:
     worker = Worker(app, **options)
     running = asyncio.create_task(worker.run())
     await eventually(lambda: worker.ready)
@@ -38,12 +38,12 @@ async def test_what_runs_is_finished_what_waits_is_given_back(app: Holdfast) -> 
     assert worker.ready
     worker.drain()
     assert not worker.ready
-    await eventually(lambda: worker.in_hand == 2, "the waiting job to be given back")
+    await eventually(lambda: worker.in_flight == 2, "the waiting job to be given back")
     assert not running.done()
     go.set()
-    assert await running is Ended.DRAINED
+    assert await running is WorkerExit.DRAINED
     assert [await job.result(60) for job in jobs[:2]] == [0, 1]
-    views = [await job.view() for job in jobs[2:]]
+    views = [await job.info() for job in jobs[2:]]
     assert [view.state for view in views] == [State.QUEUED, State.QUEUED]
     assert [view.meta.retry_count for view in views] == [0, 0]
     assert all(not view.meta.history for view in views)
@@ -71,9 +71,9 @@ async def test_a_second_drain_hurries_and_uses_up_no_retry(app: Holdfast) -> Non
     worker.drain()
     worker.drain()
     async with asyncio.timeout(10):
-        assert await running is Ended.DRAINED
+        assert await running is WorkerExit.DRAINED
     for job in jobs:
-        view = await job.view()
+        view = await job.info()
         assert (view.state, view.meta.retry_count) == (State.QUEUED, 0)
     assert cleaned == [jobs[0].id]
     release.set()
@@ -112,13 +112,13 @@ async def test_cancelling_run_drains_in_a_hurry(app: Holdfast) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert await job.state() is State.QUEUED
-    assert worker.in_hand == 0
+    assert worker.in_flight == 0
 
 
 async def test_a_worker_drained_before_it_started_ends_at_once(app: Holdfast, faults: Faults) -> None:
     worker = Worker(app)
     worker.drain()
-    assert await worker.run() is Ended.DRAINED
+    assert await worker.run() is WorkerExit.DRAINED
 
     unreachable = Holdfast(app.settings.url)
     faults.down.add("open")
@@ -127,7 +127,7 @@ async def test_a_worker_drained_before_it_started_ends_at_once(app: Holdfast, fa
     await eventually(lambda: faults.count("open") >= 2, "a second try")
     assert not worker.ready
     worker.drain()
-    assert await running is Ended.DRAINED
+    assert await running is WorkerExit.DRAINED
 
 
 async def test_a_claim_whose_reply_was_cut_off_is_given_back(url: str, faults: Faults) -> None:
@@ -139,7 +139,7 @@ async def test_a_claim_whose_reply_was_cut_off_is_given_back(url: str, faults: F
 
     async with app:
         worker, running = await start(app)
-        faults.down |= {"claim", "resume"}
+        faults.down |= {"claim", "recover_claims"}
         await eventually(lambda: not worker.ready, "the claim to fail")
         job = await work.submit()
         inner: Any = app.engine
@@ -160,7 +160,7 @@ async def test_a_worker_ends_itself_after_its_number_of_jobs(app: Holdfast) -> N
 
     jobs = await work.submit_many((number,) for number in range(10))
     async with asyncio.timeout(20):
-        assert await Worker(app, max_jobs=3).run() is Ended.MAX_JOBS
+        assert await Worker(app, max_jobs=3).run() is WorkerExit.MAX_JOBS
     assert len(ran) == 3
     states = [await job.state() for job in jobs]
     assert (states.count(State.SUCCEEDED), states.count(State.QUEUED)) == (3, 7)
@@ -168,7 +168,7 @@ async def test_a_worker_ends_itself_after_its_number_of_jobs(app: Holdfast) -> N
 
 async def test_a_worker_ends_itself_when_it_has_grown(app: Holdfast) -> None:
     async with asyncio.timeout(20):
-        assert await Worker(app, max_rss=1).run() is Ended.MAX_RSS
+        assert await Worker(app, max_rss=1).run() is WorkerExit.MAX_RSS
 
 
 async def test_drained_workers_leave_nothing_running(app: Holdfast) -> None:
@@ -206,7 +206,7 @@ async def test_cancelling_a_drain_still_ends_everything(app: Holdfast) -> None:
         async with asyncio.timeout(20):
             await running
     assert _renewers() == before
-    assert (await job.state(), worker.in_hand) == (State.QUEUED, 0)
+    assert (await job.state(), worker.in_flight) == (State.QUEUED, 0)
     assert (await app.engine.stats("default")).workers == 0
 
 
@@ -219,7 +219,7 @@ async def test_an_end_that_goes_wrong_leaves_no_renewer_behind(
 
     before = _renewers()
     worker, running = await start(app)
-    monkeypatch.setattr(Ending, step, broken)
+    monkeypatch.setattr(Drain, step, broken)
     worker.drain()
     with pytest.raises(RuntimeError, match="a bug"):
         await running
@@ -240,10 +240,10 @@ async def test_claims_that_cannot_be_found_do_not_keep_the_rest_from_being_settl
     worker, running = await start(app)
     job = await long.submit()
     await eventually(lambda: worker.running == 1)
-    monkeypatch.setattr(Fetcher, "recover_lost", broken)
+    monkeypatch.setattr(Fetcher, "recover_claims", broken)
     worker.drain()
     worker.drain()
-    assert await running is Ended.DRAINED
+    assert await running is WorkerExit.DRAINED
     assert "giving back claims on their way failed" in caplog.text
     assert await job.state() is State.QUEUED
 
@@ -253,14 +253,14 @@ async def test_a_cancelled_drain_tells_what_went_wrong_and_stays_cancelled(
 ) -> None:
     entered = asyncio.Event()
 
-    async def broken(ending: Ending, *_: Any) -> None:
+    async def broken(ending: Drain, *_: Any) -> None:
         entered.set()
         await ending._hurry.wait()
         raise RuntimeError("a bug")
 
     before = _renewers()
     worker, running = await start(app)
-    monkeypatch.setattr(Ending, "finish", broken)
+    monkeypatch.setattr(Drain, "finish", broken)
     worker.drain()
     await entered.wait()
     running.cancel()
@@ -273,7 +273,7 @@ async def test_a_cancelled_drain_tells_what_went_wrong_and_stays_cancelled(
 async def test_a_hurry_cuts_the_wait_for_the_store_short(
     url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.worker.ending._LAST_WORD_S", 0.05)
+    monkeypatch.setattr("holdfast.worker.in_flight._LAST_WORD_S", 0.05)
     app = Holdfast(url, visibility_timeout_s=600)
 
     @app.task
@@ -281,11 +281,11 @@ async def test_a_hurry_cuts_the_wait_for_the_store_short(
 
     async with app:
         worker, running = await start(app)
-        faults.down |= {"settle", "resume", "leave"}
+        faults.down |= {"settle", "recover_claims", "deregister_worker"}
         await work.submit()
         await eventually(lambda: worker.finished == 1)
         worker.drain()
-        await eventually(lambda: faults.count("resume"), "the drain to begin")
+        await eventually(lambda: faults.count("recover_claims"), "the drain to begin")
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             async with asyncio.timeout(20):
@@ -303,7 +303,7 @@ async def test_unknown_tasks_count_towards_the_number_of_jobs(url: str) -> None:
         for _ in range(2):
             await unknown.submit()
         async with asyncio.timeout(20):
-            assert await Worker(app, max_jobs=2).run() is Ended.MAX_JOBS
+            assert await Worker(app, max_jobs=2).run() is WorkerExit.MAX_JOBS
 
 
 async def test_jobs_given_back_do_not_count_towards_the_number_of_jobs(app: Holdfast) -> None:
@@ -319,8 +319,8 @@ async def test_jobs_given_back_do_not_count_towards_the_number_of_jobs(app: Hold
     jobs.append(await work.submit())
     ahead = await app.engine.claim(worker.incarnation, ["default"], 1, 1_000)
     worker._fetcher._take(ahead)  # type: ignore[union-attr]
-    worker._runner.release_waiting("given back: the worker is busy")  # type: ignore[union-attr]
+    worker._runner.release_queued("given back: the worker is busy")  # type: ignore[union-attr]
     go.set()
     async with asyncio.timeout(20):
-        assert await running is Ended.MAX_JOBS
+        assert await running is WorkerExit.MAX_JOBS
     assert [await job.state() for job in jobs] == [State.SUCCEEDED, State.SUCCEEDED]

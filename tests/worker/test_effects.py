@@ -14,10 +14,10 @@ import pytest
 from pydantic import BaseModel
 
 from holdfast import Context, Holdfast, Job, Retry, State
-from holdfast.core.job import JobView
+from holdfast.core.job import JobInfo
 from holdfast.effects import Done, NotDone
 from holdfast.errors import InvalidOption, LedgerUnavailable, Unavailable
-from holdfast.ledger.port import Effects, KeyState, Outcome
+from holdfast.ledger.port.effects import EffectOutcome, EffectState, EffectStore
 from holdfast.testing import inline
 from tests.worker.support import eventually, working
 
@@ -75,20 +75,20 @@ def world() -> World:
     return World()
 
 
-def effects(app: Holdfast) -> Effects:
-    assert app.ledger_port is not None
-    return app.ledger_port.effects
+def effects(app: Holdfast) -> EffectStore:
+    assert app.ledger_backend is not None
+    return app.ledger_backend.effects
 
 
-async def settled(app: Holdfast, job: Job[Any], state: State) -> JobView:
+async def settled(app: Holdfast, job: Job[Any], state: State) -> JobInfo:
     # With a ledger a dead letter waits for its record, which is not the point here.
     wanted = (State.DLQ_PENDING, State.DLQ_RECORDED, State.FAILED) if state is State.FAILED else (state,)
 
-    async def look() -> JobView | None:
+    async def look() -> JobInfo | None:
         (view,) = await app.engine.get(job.queue, [job.id])
         return view if view is not None and view.state in wanted else None
 
-    view: JobView = await eventually(look, f"the job to be {state}")
+    view: JobInfo = await eventually(look, f"the job to be {state}")
     return view
 
 
@@ -363,9 +363,9 @@ async def test_a_worker_that_drains_writes_the_doubt_down(app: Holdfast, world: 
         await eventually(lambda: world.acts, "the effect to begin")
         worker.drain()
         worker.drain()
-    (held,) = await effects(app).look([("default", "k")])
+    (held,) = await effects(app).get([("default", "k")])
     assert held is not None
-    assert (held.state, world.acts) == (KeyState.IN_DOUBT, ["a"])
+    assert (held.state, world.acts) == (EffectState.IN_DOUBT, ["a"])
 
 
 async def test_a_result_that_is_no_json_is_in_doubt_and_never_runs_again(app: Holdfast, world: World) -> None:
@@ -403,10 +403,10 @@ async def test_a_person_resolves_it_and_the_job_goes_on(app: Holdfast, world: Wo
     async with working(app):
         job = await publish.submit()
         await settled(app, job, State.SUSPENDED)
-        (held,) = await effects(app).look([("default", "k")])
+        (held,) = await effects(app).get([("default", "k")])
         assert held is not None
         value = b'"it is there"'
-        outcome = Outcome(tenant_id="default", key="k", token=held.token, state=KeyState.DONE, value=value)
+        outcome = EffectOutcome(tenant_id="default", key="k", token=held.token, state=EffectState.DONE, value=value)
         await effects(app).conclude([outcome])
         await app.engine.move(job.queue, job.id, State.QUEUED, actor="me", reason="looked")
         assert await job.result(60) == "it is there"
@@ -429,14 +429,14 @@ async def test_a_holder_that_comes_back_late_resolves_the_doubt(app: Holdfast, w
     async with working(app):
         job = await publish.submit()
         await settled(app, job, State.SUSPENDED)
-        (held,) = await effects(app).look([("default", "k")])
+        (held,) = await effects(app).get([("default", "k")])
         assert held is not None
-        assert held.state is KeyState.IN_DOUBT
+        assert held.state is EffectState.IN_DOUBT
         gate.set()
 
         async def done() -> bool:
-            (held,) = await effects(app).look([("default", "k")])
-            return held is not None and held.state is KeyState.DONE
+            (held,) = await effects(app).get([("default", "k")])
+            return held is not None and held.state is EffectState.DONE
 
         await eventually(done, "the late end to be recorded")
         assert await (await publish.submit()).result(60) == "late"
@@ -515,7 +515,7 @@ async def test_a_holder_that_takes_too_long_is_waited_for_without_using_up_retri
 class Broken:
     """Effects that are away when told so: before a call, or after it (the answer is lost)."""
 
-    def __init__(self, real: Effects) -> None:
+    def __init__(self, real: EffectStore) -> None:
         self._real = real
         self.before: set[str] = set()
         self.after: set[str] = set()
@@ -533,7 +533,7 @@ class Broken:
 
 
 def break_ledger(app: Holdfast) -> Broken:
-    ledger: Any = app.ledger_port
+    ledger: Any = app.ledger_backend
     ledger.effects = Broken(ledger.effects)
     broken: Broken = ledger.effects
     return broken
@@ -609,7 +609,7 @@ async def test_away_for_long_between_act_and_record_is_in_doubt(embedded: Holdfa
 
 
 async def test_tasks_without_effects_go_on_while_the_ledger_is_away(embedded: Holdfast) -> None:
-    break_ledger(embedded).before.update({"reserve", "conclude", "look", "steps", "record_steps"})
+    break_ledger(embedded).before.update({"reserve", "conclude", "get", "steps", "record_steps"})
 
     @embedded.task
     async def plain(ctx: Context) -> int:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from holdfast import Context, Fatal, Holdfast, Retry, Unavailable
-from holdfast.cli.logs import JsonLines, Plain
+from holdfast.observe.log_formats import JsonFormatter, PlainFormatter
 from holdfast.testing import drain
 from tests.worker import failing_tasks
 
@@ -64,7 +64,7 @@ async def test_a_retry_is_a_warning_and_the_end_an_error_both_with_the_exception
         assert (fields["job_id"], fields["task"], fields["queue"]) == (job.id, "fail", "default")
         assert (fields["tenant_id"], fields["trace_id"], fields["attempt"]) == ("acme", "t-1", attempt)
         assert (fields["code"], fields["error_type"]) == ("TASK_ERROR", "ValueError")
-        assert "boom()" in JsonLines().format(record)
+        assert "boom()" in JsonFormatter().format(record)
 
 
 async def test_a_failure_in_a_child_process_comes_with_the_childs_traceback(
@@ -82,7 +82,7 @@ async def test_a_failure_in_a_child_process_comes_with_the_childs_traceback(
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], Exception)
     assert "tests.worker.failing_tasks.CannotBePickled" in str(record.exc_info[1])
-    text = JsonLines().format(record)
+    text = JsonFormatter().format(record)
     assert "raise_deep" in text
     assert SECRET not in text
 
@@ -119,10 +119,10 @@ def output(kind: str) -> Iterator[io.StringIO]:
     handler: logging.Handler
     if kind == "json":
         handler = logging.StreamHandler(stream)
-        handler.setFormatter(JsonLines())
+        handler.setFormatter(JsonFormatter())
     else:
         handler = RichHandler(console=Console(file=stream, width=200), show_path=False, markup=False)
-        handler.setFormatter(Plain("%(message)s"))
+        handler.setFormatter(PlainFormatter("%(message)s"))
     logger = logging.getLogger("holdfast.worker")
     logger.addHandler(handler)
     # pytest's own handlers cannot take these.

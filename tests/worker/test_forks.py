@@ -196,7 +196,7 @@ def test_a_lock_that_another_thread_held_at_the_fork_blocks_nobody(engine_url: s
     held, forked = threading.Barrier(2), threading.Event()
 
     def hold():
-        with app._links._lock, app.door._lock:
+        with app._connections._lock, app._portal._lock:
             held.wait()
             forked.wait()
 

@@ -12,7 +12,7 @@ import pytest
 from holdfast import Context, Holdfast, State
 from holdfast.core.job import Event
 from holdfast.core.verdict import Succeed
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 from holdfast.worker.renewer import Renewer
 from tests.worker.support import Faults, eventually, working
 
@@ -52,7 +52,7 @@ async def test_a_blocked_event_loop_keeps_its_lease(engine_url: str, namespace: 
 
 async def _view(app: Holdfast, job: Any) -> Any:
     async with app:
-        return await job.view()
+        return await job.info()
 
 
 async def test_a_lost_lease_stops_the_run_and_its_result_counts_for_nothing(
@@ -79,9 +79,9 @@ async def test_a_lost_lease_stops_the_run_and_its_result_counts_for_nothing(
         faults.down.clear()
         await eventually(lambda: worker.running == 0, "the run to be stopped")
         assert stopped == [True]
-        assert worker.counts.leases_lost == 1
-        assert worker.in_hand == 0
-        view = await job.view()
+        assert worker.counters.leases_lost == 1
+        assert worker.in_flight == 0
+        view = await job.info()
         assert (view.state, view.worker, view.attempt) == (State.RUNNING, "other", 2)
         await app.engine.settle([_settlement(claim, b'"other"')])
         assert await job.result(60) == "other"
@@ -110,8 +110,8 @@ async def test_a_verdict_after_the_lease_is_refused_and_counted(url: str, clock:
         clock.advance(31)
         (claim,) = await app.engine.reclaim("other", ["default"], 10)
         go.set()
-        await eventually(lambda: worker.in_hand == 0)
-        assert worker.counts.stale_settles == 1
+        await eventually(lambda: worker.in_flight == 0)
+        assert worker.counters.stale_settles == 1
         assert await job.state() is State.RUNNING
         await app.engine.settle([_settlement(claim, b'"other"')])
         assert await job.result(60) == "other"
@@ -160,7 +160,7 @@ async def test_a_job_can_be_cancelled_before_its_first_step(app: Holdfast, clock
         (claim,) = await _claim_for(app, worker, step)
         worker._runner.accept([claim])  # type: ignore[union-attr]
         await app.job(claim.job_id).cancel()
-        await eventually(lambda: worker.in_hand == 1, "the waiting job to be dropped")
+        await eventually(lambda: worker.in_flight == 1, "the waiting job to be dropped")
         go.set()
         await first.result(60)
     assert ran == ["first"]
@@ -182,7 +182,7 @@ async def test_a_lost_lease_is_taken_over_and_run_again(app: Holdfast, clock: Ma
         clock.advance(31)
         async with working(app) as worker:
             assert await job.result(60) == 2
-            assert worker.counts.reclaimed == 1
+            assert worker.counters.reclaimed == 1
 
 
 async def test_a_long_job_leaves_a_heartbeat_each_interval_and_a_short_one_none(both: Holdfast) -> None:
@@ -197,7 +197,7 @@ async def test_a_long_job_leaves_a_heartbeat_each_interval_and_a_short_one_none(
         pass
 
     async def heartbeats() -> list[Event]:
-        entries = await both.engine.feed("default", "", 1_000)
+        entries = await both.engine.read_feed("default", "", 1_000)
         return [event for entry in entries for event in entry.events if event.type == "task.heartbeat"]
 
     async def three() -> bool:
@@ -215,7 +215,7 @@ async def test_a_long_job_leaves_a_heartbeat_each_interval_and_a_short_one_none(
     assert both.engine.counts.heartbeats == len(events)
     started = next(
         event.at_ms
-        for entry in await both.engine.feed("default", "", 10)
+        for entry in await both.engine.read_feed("default", "", 10)
         for event in entry.events
         if event.type == "task.claimed" and event.job_id == job.id
     )
@@ -243,16 +243,16 @@ async def test_a_lease_settled_while_it_is_being_renewed_is_not_counted_as_lost(
 
     monkeypatch.setattr(Renewer, "_renew", renew_late)
     async with working(both) as worker:
-        lost = worker.lost
+        lost = worker.on_leases_lost
 
         def hear(leases: Any) -> None:
             lost(leases)
             told.append(leases)
 
-        monkeypatch.setattr(worker, "lost", hear)
+        monkeypatch.setattr(worker, "on_leases_lost", hear)
         job = await work.submit()
         assert await job.result(60) == "done"
-        await eventually(lambda: worker.in_hand == 0)
+        await eventually(lambda: worker.in_flight == 0)
         settled.set()
         await eventually(lambda: told, "the engine's word that the lease is gone")
-        assert worker.counts.leases_lost == 0
+        assert worker.counters.leases_lost == 0

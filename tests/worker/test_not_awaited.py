@@ -103,7 +103,7 @@ async def test_an_effect_that_still_runs_when_the_function_returns_is_in_doubt(a
             return await job.state() is State.SUSPENDED
 
         await eventually(is_suspended, "the job to be suspended")
-        view = await job.view()
+        view = await job.info()
         ended.set()
         await asyncio.wait(tasks)
     assert view.failure is not None
@@ -149,7 +149,7 @@ async def test_inline_and_in_a_child_process(app: Holdfast, url: str) -> None:
 
     with inline(app):
         job = await charge.submit()
-        view = await job.view()
+        view = await job.info()
     assert view.failure is not None
     assert view.failure.code == EFFECT_NOT_AWAITED
     process_tasks.app.configure(url=url, heartbeat_interval_s=0.1, reclaim_interval_s=0.1)

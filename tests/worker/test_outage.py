@@ -12,7 +12,7 @@ import pytest
 from holdfast import Holdfast, State
 from holdfast.errors import EngineRefused, EngineUnavailable
 from holdfast.worker.fetcher import Fetcher
-from holdfast.worker.run import Held
+from holdfast.worker.in_flight import InFlight
 from holdfast.worker.runner import Runner
 from holdfast.worker.settler import Settler
 from tests.worker.support import Faults, eventually, working
@@ -42,7 +42,7 @@ async def test_work_goes_on_after_an_outage(app: Holdfast, faults: Faults) -> No
         more = await work.submit_many((number,) for number in range(50, 100))
         assert [await job.result(60) for job in [*jobs, *more]] == list(range(100))
         await eventually(lambda: worker.ready)
-        assert worker.counts.reconnects >= 1
+        assert worker.counters.reconnects >= 1
     assert sorted(ran) == list(range(100))
 
 
@@ -58,12 +58,12 @@ async def test_verdicts_wait_for_the_engine(app: Holdfast, faults: Faults) -> No
         faults.down.add("settle")
         jobs = await work.submit_many((number,) for number in range(20))
         await eventually(lambda: len(ran) == 20 and worker.running == 0)
-        assert worker.in_hand == 20
+        assert worker.in_flight == 20
         assert await jobs[0].state() is State.RUNNING
         await eventually(lambda: faults.count("settle") >= 3, "the verdicts to be sent again")
         faults.down.clear()
         assert [await job.result(60) for job in jobs] == list(range(20))
-        await eventually(lambda: worker.in_hand == 0)
+        await eventually(lambda: worker.in_flight == 0)
     assert len(ran) == 20
 
 
@@ -91,10 +91,10 @@ async def test_a_lost_reply_of_settle_is_no_second_end(app: Holdfast, faults: Fa
     async with working(app) as worker:
         faults.lose_reply.add("settle")
         job = await work.submit()
-        await eventually(lambda: worker.finished == 1 and worker.in_hand == 0)
+        await eventually(lambda: worker.finished == 1 and worker.in_flight == 0)
         assert faults.count("settle") == 2
         assert await job.result(60) == "once"
-        assert worker.counts.stale_settles == 0
+        assert worker.counters.stale_settles == 0
         assert len(await job.history()) <= 1
 
 
@@ -113,7 +113,7 @@ async def test_a_lost_reply_of_a_claim_is_found_again(app: Holdfast, faults: Fau
         assert await job.result(60) == "found"
         await eventually(lambda: not faults.lose_reply)
     assert attempts == [1]
-    assert (await job.view()).attempt == 1
+    assert (await job.info()).attempt == 1
 
 
 async def test_a_failure_nobody_foresaw_does_not_end_the_worker(
@@ -158,7 +158,7 @@ async def test_verdicts_that_cannot_be_told_are_given_up_in_the_end(
 
     async with app:
         async with working(app) as worker:
-            faults.down |= {"settle", "resume", "leave"}
+            faults.down |= {"settle", "recover_claims", "deregister_worker"}
             await work.submit()
             await eventually(lambda: worker.finished == 1)
             worker.drain()
@@ -215,7 +215,7 @@ async def test_a_verdict_that_is_refused_again_and_again_does_not_hold_up_the_ot
         go.set()
         good = [job for number, job in enumerate(jobs) if number != 3]
         assert [await job.result(60) for job in good] == [0, 1, 2, 4, 5, 6, 7]
-        await eventually(lambda: worker.in_hand == 0, "the refused verdict to be left to its lease")
+        await eventually(lambda: worker.in_flight == 0, "the refused verdict to be left to its lease")
         assert await jobs[3].state() is State.RUNNING
         assert sent.count(1) == 3
 
@@ -270,12 +270,12 @@ async def test_a_claim_found_after_an_outage_does_not_set_the_clock_back(app: Ho
     await app.open()
     await work.submit()
     await app.engine.claim("me", ["default"], 1, 0)
-    held: Held = set()
-    runner = Runner(app.plans, Settler(app.engine, held), held, 1)
+    held: InFlight = set()
+    runner = Runner(app.specs, Settler(app.engine, held), held, 1)
     fetcher = Fetcher(app.engine, "me", ["default"], runner, held, app.settings)
     later_ms = round(time.time() * 1000) + 3_600_000
     runner.set_engine_time(later_ms)
-    await fetcher.recover_lost()
+    await fetcher.recover_claims()
     assert runner.started == 1
     assert runner.now_ms() >= later_ms
     await eventually(lambda: not held, "the verdict to be settled")

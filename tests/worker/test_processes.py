@@ -115,7 +115,7 @@ async def test_a_child_that_died_at_rest_is_not_charged_to_the_next_job(app: Hol
         await eventually(lambda: not child.is_running())
         job = await tasks.pid.submit("b")
         await job.result(60)
-        assert (await job.view()).attempt == 1
+        assert (await job.info()).attempt == 1
 
 
 async def test_errors_in_a_child_are_classified_there(app: Holdfast) -> None:
@@ -169,7 +169,7 @@ def test_a_child_ends_with_a_worker_that_had_not_read_all() -> None:
     """The connection is reset then, instead of closed."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        code = f"from holdfast.worker.child import main; main({theirs.fileno()})"
+        code = f"from holdfast.execution.processes import main; main({theirs.fileno()})"
         child = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
         theirs.send(b"unread")
         theirs.close()

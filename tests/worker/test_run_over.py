@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from holdfast import Context, Holdfast, Job, Retry, State
-from holdfast.effects import calls, doors
-from holdfast.effects.desk import Desk
+from holdfast.effects import api, functions
+from holdfast.effects.runtime import EffectBatcher
 from holdfast.errors import InvalidOption, LedgerUnavailable
-from holdfast.ledger.port import Effects, KeyState, Outcome, Reservation
+from holdfast.ledger.port.effects import EffectOutcome, EffectState, EffectStore, Reservation
 from tests.worker.support import eventually, working
 from tests.worker.test_effects import break_ledger, effects, settled
 
@@ -85,8 +85,8 @@ async def test_a_thread_whose_run_timed_out_begins_nothing(app: Holdfast, door: 
     async with working(app):
         await settled(app, await act.submit(), State.FAILED)
         await late.over()
-    assert (late.acts, late.errors) == ([], ["RUN_OVER"])
-    assert await effects(app).look([("default", "k")]) == [None]
+    assert (late.acts, late.errors) == ([], ["RUN_ENDED"])
+    assert await effects(app).get([("default", "k")]) == [None]
 
 
 async def test_a_thread_whose_job_was_cancelled_begins_no_effect(app: Holdfast) -> None:
@@ -103,14 +103,14 @@ async def test_a_thread_whose_job_was_cancelled_begins_no_effect(app: Holdfast) 
         await job.cancel()
         await eventually(lambda: run.stopped, "the worker to hear of it")
         await late.over()
-    assert (late.acts, late.errors) == ([], ["RUN_OVER"])
+    assert (late.acts, late.errors) == ([], ["RUN_ENDED"])
 
 
 async def test_a_run_that_ends_while_its_key_is_reserved_gives_the_key_back(app: Holdfast) -> None:
     late, reserving, answer = Late(), asyncio.Event(), asyncio.Event()
     late.go_on.set()
-    ledger: Any = app.ledger_port
-    real: Effects = ledger.effects
+    ledger: Any = app.ledger_backend
+    real: EffectStore = ledger.effects
 
     class Slow:
         def __getattr__(self, name: str) -> Any:
@@ -136,10 +136,10 @@ async def test_a_run_that_ends_while_its_key_is_reserved_gives_the_key_back(app:
         await late.over()
 
         async def free() -> bool:
-            return await real.look([("default", "k")]) == [None]
+            return await real.get([("default", "k")]) == [None]
 
         await eventually(free, "the key to be free again")
-    assert (late.acts, late.errors) == ([], ["RUN_OVER"])
+    assert (late.acts, late.errors) == ([], ["RUN_ENDED"])
 
 
 @pytest.mark.parametrize("door", ["effect", "step", "sleep", "transaction"])
@@ -168,7 +168,7 @@ async def test_an_async_task_that_swallows_its_cancellation_begins_nothing(app: 
 
     async with working(app):
         await settled(app, await stubborn.submit(), State.FAILED)
-    assert (acts, errors) == ([], ["RUN_OVER"])
+    assert (acts, errors) == ([], ["RUN_ENDED"])
 
 
 # What is left in doubt -----------------------------------------------------------------------------
@@ -241,8 +241,8 @@ async def test_an_act_that_is_under_way_when_the_last_attempt_times_out_suspends
         await late.over()
 
         async def done() -> bool:
-            (held,) = await effects(app).look([("default", "k")])
-            return held is not None and held.state is KeyState.DONE
+            (held,) = await effects(app).get([("default", "k")])
+            return held is not None and held.state is EffectState.DONE
 
         await eventually(done, "the late end to be recorded")
     assert view.failure is not None
@@ -283,15 +283,15 @@ async def test_not_done_says_nothing_of_the_call_before(app: Holdfast) -> None:
 
     async with working(app):
         await settled(app, await publish.submit(), State.FAILED)
-    (held,) = await effects(app).look([("default", "k")])
+    (held,) = await effects(app).get([("default", "k")])
     assert held is not None
-    assert (held.state, len(acts)) == (KeyState.IN_DOUBT, 2)
+    assert (held.state, len(acts)) == (EffectState.IN_DOUBT, 2)
 
 
 async def test_a_doubt_survives_a_reservation_that_is_given_back(app: Holdfast) -> None:
     acts: list[str] = []
-    ledger: Any = app.ledger_port
-    real: Effects = ledger.effects
+    ledger: Any = app.ledger_backend
+    real: EffectStore = ledger.effects
 
     class LosesTheAnswer:
         def __getattr__(self, name: str) -> Any:
@@ -299,7 +299,7 @@ async def test_a_doubt_survives_a_reservation_that_is_given_back(app: Holdfast) 
 
         async def reserve(self, wishes: list[Reservation]) -> Any:
             held = await real.reserve(wishes)
-            if any(wish.instead_of for wish in wishes):
+            if any(wish.replaces_token for wish in wishes):
                 raise LedgerUnavailable("the answer was lost")
             return held
 
@@ -328,8 +328,8 @@ async def test_a_doubt_survives_a_reservation_that_is_given_back(app: Holdfast) 
         await job.cancel()
 
         async def given_back() -> bool:
-            (held,) = await effects(app).look([("default", "k")])
-            return held is None or held.state is KeyState.IN_DOUBT
+            (held,) = await effects(app).get([("default", "k")])
+            return held is None or held.state is EffectState.IN_DOUBT
 
         await eventually(given_back, "the reservation to be given back")
         view = await settled(app, await careful.submit(), State.SUSPENDED)
@@ -341,7 +341,7 @@ async def test_a_doubt_survives_a_reservation_that_is_given_back(app: Holdfast) 
 
 
 async def test_a_time_to_live_has_a_limit(app: Holdfast) -> None:
-    from holdfast.effects.effect import make_options
+    from holdfast.effects.functions import make_options
 
     with pytest.raises(InvalidOption, match="ttl must be at most"):
         make_options("suspend", (), timedelta(days=999_999_999))
@@ -350,18 +350,20 @@ async def test_a_time_to_live_has_a_limit(app: Holdfast) -> None:
 @pytest.mark.postgres
 async def test_one_that_the_ledger_cannot_take_fails_alone(redis_url: str, postgres_url: str, namespace: str) -> None:
     async with Holdfast(redis_url, ledger=postgres_url, namespace=namespace) as app:
-        desk = Desk(effects(app))
+        desk = EffectBatcher(effects(app))
 
         async def act(number: int) -> bool:
             token = f"token-{number}"
             wish = Reservation(
                 tenant_id="t", key=f"k{number}", function="f", fingerprint="x", token=token, queue="q", job_id="j",
-                attempt=1, worker="w", instead_of="",
+                attempt=1, worker="w", replaces_token="",
             )  # fmt: skip
             await desk.reserve(wish)
             ttl_ms = 10**18 if number == 0 else None
             return await desk.conclude(
-                Outcome(tenant_id="t", key=f"k{number}", token=token, state=KeyState.DONE, value=b"1", ttl_ms=ttl_ms)
+                EffectOutcome(
+                    tenant_id="t", key=f"k{number}", token=token, state=EffectState.DONE, value=b"1", ttl_ms=ttl_ms
+                )
             )
 
         answers = await asyncio.gather(*(act(number) for number in range(5)), return_exceptions=True)
@@ -372,15 +374,15 @@ async def test_one_that_the_ledger_cannot_take_fails_alone(redis_url: str, postg
 async def test_an_outage_is_not_tried_once_for_each(app: Holdfast) -> None:
     broken = break_ledger(app)
     asked: list[int] = []
-    look = broken.look
+    look = broken.get
 
     async def away(batch: list[Any]) -> Any:
         asked.append(len(batch))
         raise LedgerUnavailable("away")
 
-    broken.look = away  # type: ignore[attr-defined]
-    desk = Desk(effects(app))
-    answers = await asyncio.gather(*(desk.look("t", str(number)) for number in range(5)), return_exceptions=True)
+    broken.get = away  # type: ignore[attr-defined]
+    desk = EffectBatcher(effects(app))
+    answers = await asyncio.gather(*(desk.get("t", str(number)) for number in range(5)), return_exceptions=True)
     assert all(isinstance(answer, LedgerUnavailable) for answer in answers)
     assert asked == [5]
     assert look is not None
@@ -407,11 +409,11 @@ async def test_an_answer_that_comes_as_the_look_ends_is_taken(app: Holdfast, mon
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", answered)
     tools: Any = type("T", (), {"loop": asyncio.get_running_loop()})()
-    assert await asyncio.to_thread(doors.wait_for, tools, work) == "done"
+    assert await asyncio.to_thread(api.run_on_loop, tools, work) == "done"
 
 
 def test_a_coroutine_may_be_closed_in_another_context() -> None:
-    block = calls.inside("effect")
+    block = functions.inside_step("effect")
     Variables().run(block.__enter__)
     Variables().run(block.__exit__, None, None, None)
 
@@ -442,8 +444,8 @@ async def test_an_effect_that_is_thrown_away_is_written_down_as_in_doubt(app: Ho
         task.get_coro().close()
 
         async def in_doubt() -> bool:
-            (held,) = await effects(app).look([("default", "k")])
-            return held is not None and held.state is KeyState.IN_DOUBT
+            (held,) = await effects(app).get([("default", "k")])
+            return held is not None and held.state is EffectState.IN_DOUBT
 
         await eventually(in_doubt, "the doubt to be written down")
         task.cancel()

@@ -12,7 +12,7 @@ import pytest
 from holdfast import Context, Holdfast, Retry
 from holdfast.core.job import EMPTY_META, Claim, Lease
 from holdfast.core.verdict import Release, RetryLater, Settlement, Succeed, Verdict
-from holdfast.worker.run import Held, Run, Stop
+from holdfast.worker.in_flight import InFlight, Run, StopReason
 from holdfast.worker.runner import Runner
 from tests.worker.support import eventually
 
@@ -33,10 +33,10 @@ class Bench:
 
     def __init__(self) -> None:
         self.app = Holdfast("sqlite://")
-        self.held: Held = set()
+        self.held: InFlight = set()
         self.notebook = Notebook()
         settler: Any = self.notebook
-        self.runner = Runner(self.app.plans, settler, self.held, 2, cancel_grace_s=0.05)
+        self.runner = Runner(self.app.specs, settler, self.held, 2, cancel_grace_s=0.05)
         self._number = 0
 
     def accept(self, task: str) -> Run:
@@ -56,8 +56,10 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 @pytest.mark.parametrize("process", [False, True], ids=["loop", "process"])
-@pytest.mark.parametrize("why", [Stop.DRAIN, Stop.LOST])
-async def test_a_run_that_is_stopped_before_its_first_step_never_starts(bench: Bench, why: Stop, process: bool) -> None:
+@pytest.mark.parametrize("why", [StopReason.DRAIN, StopReason.LOST])
+async def test_a_run_that_is_stopped_before_its_first_step_never_starts(
+    bench: Bench, why: StopReason, process: bool
+) -> None:
     ran: list[int] = []
 
     @bench.app.task(name="work", process=process)
@@ -67,7 +69,7 @@ async def test_a_run_that_is_stopped_before_its_first_step_never_starts(bench: B
     run = bench.accept("work")
     bench.runner.stop(run, why)
     await eventually(lambda: bench.runner.running == 0)
-    expected = [] if why is Stop.LOST else [Release("not started: the worker drains", 0, started=False)]
+    expected = [] if why is StopReason.LOST else [Release("not started: the worker drains", 0, started=False)]
     assert (ran, bench.notebook.verdicts) == ([], expected)
 
 
@@ -81,8 +83,8 @@ async def test_a_draining_runner_starts_nothing(bench: Bench) -> None:
 
     for _ in range(3):
         bench.accept("work")
-    assert (bench.runner.running, bench.runner.waiting, bench.runner.load) == (2, 1, 3)
-    bench.runner.refuse()
+    assert (bench.runner.running, bench.runner.queued, bench.runner.load) == (2, 1, 3)
+    bench.runner.stop_starting()
     bench.accept("work")
     assert bench.notebook.verdicts == [Release("not started: the worker drains")] * 2
     await asyncio.sleep(0)
@@ -100,7 +102,7 @@ async def test_a_verdict_on_its_way_survives_a_lost_lease(bench: Bench) -> None:
 
     run = bench.accept("work")
     await eventually(lambda: run.settlement)
-    bench.runner.stop(run, Stop.LOST)
+    bench.runner.stop(run, StopReason.LOST)
     assert run in bench.held
     assert bench.notebook.verdicts == [Succeed(b"1")]
 
@@ -116,10 +118,10 @@ async def test_a_run_out_of_time_that_then_loses_its_lease_gets_no_verdict(bench
 
     run = bench.accept("slow")
     await asyncio.sleep(0)
-    bench.runner.stop(run, Stop.TIMEOUT)
-    bench.runner.stop(run, Stop.DRAIN)
-    assert run.stopped is Stop.TIMEOUT
-    bench.runner.stop(run, Stop.LOST)
+    bench.runner.stop(run, StopReason.TIMEOUT)
+    bench.runner.stop(run, StopReason.DRAIN)
+    assert run.stopped is StopReason.TIMEOUT
+    bench.runner.stop(run, StopReason.LOST)
     await eventually(lambda: bench.runner.running == 0)
     assert (bench.notebook.verdicts, bench.held) == ([], set())
 

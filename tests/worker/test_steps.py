@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast import Context, Holdfast, Job, Retry, State
-from holdfast.core.job import JobView
+from holdfast.core.job import JobInfo
 from holdfast.testing import ManualClock, drain, inline
 from tests.worker import process_tasks
 from tests.worker.support import eventually, working
@@ -42,12 +42,12 @@ async def embedded() -> AsyncIterator[Holdfast]:
         yield app
 
 
-async def settled(app: Holdfast, job: Job[Any], *states: State) -> JobView:
-    async def look() -> JobView | None:
+async def settled(app: Holdfast, job: Job[Any], *states: State) -> JobInfo:
+    async def look() -> JobInfo | None:
         (view,) = await app.engine.get(job.queue, [job.id])
         return view if view is not None and view.state in states else None
 
-    view: JobView = await eventually(look, f"the job to be one of {states}")
+    view: JobInfo = await eventually(look, f"the job to be one of {states}")
     return view
 
 
@@ -176,7 +176,7 @@ async def test_steps_are_not_nested(embedded: Holdfast, outer: str, inner: str) 
 
     with inline(embedded):
         job = await nested.submit()
-        view = embedded.inline_desk
+        view = embedded._inline_submitter
         assert view is not None
         found = await view.get(job.queue, job.id)
     assert found is not None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from holdfast import Context, Holdfast, Priority, State
-from holdfast.engine.port import MAX_BATCH
+from holdfast.client.task import Task
+from holdfast.core.job import MAX_BATCH
 from holdfast.errors import InvalidOption, InvalidPayload
-from holdfast.task import Task
 from holdfast.testing import inline
 from tests.worker.support import working
 
@@ -54,7 +54,7 @@ async def test_each_call_has_its_own_options(place: Holdfast, work: Task[..., st
         "5 e acme ada",
     ]
     assert [job.queue for job in jobs] == ["default", "default", "mail", "default", "default"]
-    views = [await job.view() for job in jobs]
+    views = [await job.info() for job in jobs]
     assert [view.idempotency_key for view in views] == [jobs[0].id, "two", *(job.id for job in jobs[2:])]
     assert [view.meta.priority for view in views][:2] == [Priority.NORMAL, Priority.HIGH]
 
@@ -83,7 +83,7 @@ async def test_more_calls_than_a_batch_keep_their_options(both: Holdfast, work: 
     async with both:
         jobs = await work.submit_many(calls())
         for number in (0, 1, MAX_BATCH - 1, MAX_BATCH, MAX_BATCH + 1, 2 * MAX_BATCH):
-            view = await jobs[number].view()
+            view = await jobs[number].info()
             assert view.payload == b'{"number":%d}' % number
             assert view.idempotency_key == (f"k{number}" if number % 2 else jobs[number].id)
 
@@ -100,8 +100,8 @@ async def test_a_delayed_call_waits_and_the_others_do_not(both: Holdfast, work: 
         )
         assert await now.result(60) == "1  acme "
         assert [await job.state() for job in (later, at)] == [State.QUEUED, State.QUEUED]
-        assert (await at.view()).next_attempt_at_ms > (await later.view()).next_attempt_at_ms > 0
-        assert (await later.view()).tenant_id == "acme"
+        assert (await at.info()).next_attempt_at_ms > (await later.info()).next_attempt_at_ms > 0
+        assert (await later.info()).tenant_id == "acme"
 
 
 async def test_one_mistake_and_none_is_sent(both: Holdfast, work: Task[..., str]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.lifecycle import Supervisor
 from holdfast.errors import InvalidOption
-from holdfast.worker.supervisor import Supervisor
 from tests.worker.support import PATIENCE_S, eventually
 
 #: Writes its pid, and ends at the first (or second) SIGTERM.
@@ -132,6 +132,6 @@ async def test_a_process_that_ends_well_but_has_hardly_lived_is_replaced_after_a
 async def test_a_process_that_ends_well_after_some_time_is_replaced_at_once(
     pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.worker.supervisor._SHORT_S", 0.0)
+    monkeypatch.setattr("holdfast.cli.lifecycle._SHORT_S", 0.0)
     await _restarted(Supervisor(["true"], 1, drain_grace_s=1))
     assert pauses == []

@@ -10,10 +10,9 @@ import pytest
 
 from holdfast import Context, Fatal, Holdfast, Retry, State, Unavailable
 from holdfast.core.job import Claim
-from holdfast.engine.port import Control
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import InvalidPayload, JobCancelled, JobFailed, TransitionInvalid, UnknownJob, WaitTimeout
-from holdfast.testing.clock import ManualClock
-from holdfast.testing.inline import drain, inline
+from holdfast.testing.inline import ManualClock, drain, inline
 from tests.worker.support import eventually
 
 
@@ -41,7 +40,7 @@ async def test_inline_runs_a_job_where_it_is_submitted(nowhere: Holdfast) -> Non
         job = await flaky.options(context={"user": "ada"}, delay=60).submit("hey")
         assert seen == [(1, 0, {"user": "ada"}, "hey"), (2, 0, {"user": "ada"}, "hey"), (3, 1, {"user": "ada"}, "hey")]
         assert await job.result() == "HEY"
-        view = await job.view()
+        view = await job.info()
         assert (view.state, view.attempt, view.meta.retry_count) == (State.SUCCEEDED, 3, 1)
         assert [attempt.outcome for attempt in await job.history()] == ["retrying", "retrying", "succeeded"]
         assert [await job.result() for job in await plain.submit_many([(1,), (2,)])] == [2, 3]
@@ -132,7 +131,7 @@ async def test_drain_runs_what_is_due(clock: ManualClock) -> None:
         assert await drain(app, ["other"]) == 0
         assert await drain(app) == 1
         assert runs == ["follow_up", "flaky", "flaky", "flaky"]
-        await app.engine.set_control("default", Control(paused=True))
+        await app.engine.set_control("default", QueueControl(paused=True))
         await flaky.submit()
         assert await drain(app) == 0
 
@@ -233,7 +232,7 @@ async def test_drain_runs_a_retry_that_is_due_as_soon_as_its_run_ends(
         look, promote = app.engine.stats, app.engine.promote
 
         async def has_failed() -> bool:
-            return (await job.view()).meta.retry_count == 1
+            return (await job.info()).meta.retry_count == 1
 
         async def end_the_run() -> None:
             if not go.is_set() and await job.state() is State.RUNNING:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from holdfast import Holdfast, State
-from holdfast.testing.clock import ManualClock
+from holdfast.testing.inline import ManualClock
 from holdfast.upkeep.upkeep import Upkeep
 from tests.worker.support import PATIENCE_S, Faults, eventually
 
@@ -38,7 +38,7 @@ async def test_jobs_of_a_lost_worker_are_given_back(app: Holdfast, clock: Manual
     clock.advance(31)
     async with keeping(app, *queues):
         await eventually(lambda: _state(app, job.id, State.QUEUED), "the job to be given back")
-    view = await job.view()
+    view = await job.info()
     assert (view.meta.retry_count, view.meta.lost_leases) == (0, 1)
     (claim,) = await app.engine.claim("next", ["default"], 1, 0)
     assert claim.attempt >= 2
@@ -84,7 +84,7 @@ async def test_an_outage_does_not_end_it(url: str, clock: ManualClock, faults: F
             await eventually(lambda: faults.count("settle") > before, "a job that cannot be given back")
             faults.down.clear()
             await eventually(lambda: _state(app, job.id, State.QUEUED), "the job to be given back")
-            faults.down.add("leave")
+            faults.down.add("deregister_worker")
 
 
 async def test_reclaiming_can_be_switched_off(url: str, clock: ManualClock, faults: Faults) -> None:

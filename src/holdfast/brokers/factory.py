@@ -18,7 +18,7 @@ from holdfast.extras import require
 
 class _Broker(NamedTuple):
     module: str
-    #: Its classes are `<stem>Connection`, `<stem>Adapter` and `<stem>Publisher`.
+    #: Its classes are `<stem>Config`, `<stem>Adapter` and `<stem>Publisher`.
     stem: str
     #: The modules of its library, which an extra brings.
     library: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ def connection_model(broker_type: str) -> type[BaseModel]:
 
     Raises `InvalidOption` for an unknown broker, `MissingExtra` for one whose library is not installed.
     """
-    model: type[BaseModel] = _part(broker_type, "Connection")
+    model: type[BaseModel] = _part(broker_type, "Config")
     return model
 
 
@@ -76,9 +76,9 @@ def dead_letter_queue(broker_type: str, queue_name: str, dlq_name: str | None = 
     if dlq_name is not None:
         return dlq_name
     if broker_type == "sqs":
-        from holdfast.brokers.sqs_client import dlq_of
+        from holdfast.brokers.sqs_connection import default_dlq_name
 
-        return dlq_of(queue_name)
+        return default_dlq_name(queue_name)
     return f"{queue_name}.dlq"
 
 

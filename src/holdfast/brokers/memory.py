@@ -18,15 +18,14 @@ from typing import ClassVar, Final, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from holdfast.brokers.letters import dead_headers
-from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
+from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage, dead_letter_headers
 from holdfast.errors import BrokerUnavailable
 
 #: So many messages of a topic are kept for groups that begin later.
 _KEPT: Final = 100_000
 
 
-class MemoryConnection(BaseModel):
+class MemoryConfig(BaseModel):
     """Which of this process's brokers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -39,7 +38,7 @@ class _Waiting:
     """A message as one group has it."""
 
     sequence: int
-    message: Outgoing
+    message: OutgoingMessage
     written_at: datetime
     deliveries: int = 0
 
@@ -70,7 +69,7 @@ class MemoryBroker:
         self._members: set[MemoryAdapter] = set()
         self._down = False
         #: Messages of which it says yes are not written.
-        self.refuse: Callable[[Outgoing], bool] = lambda _: False
+        self.refuse: Callable[[OutgoingMessage], bool] = lambda _: False
 
     @classmethod
     def named(cls, name: str = "default") -> Self:
@@ -80,7 +79,7 @@ class MemoryBroker:
         return broker
 
     @classmethod
-    def forget(cls, name: str = "default") -> None:
+    def reset(cls, name: str = "default") -> None:
         """Who asks for this name from now on gets a new broker."""
         cls._named.pop(name, None)
 
@@ -105,15 +104,15 @@ class MemoryBroker:
 
     def write(self, topic: str, body: bytes | None, headers: Mapping[str, str] | None = None, key: str = "") -> str:
         """Publish one message, whatever state the broker is in; its id."""
-        sequence = self._append(Outgoing(topic, body, dict(headers or {}), key))
+        sequence = self._append(OutgoingMessage(topic, body, dict(headers or {}), key))
         return _message_id(topic, sequence)
 
-    def messages(self, topic: str) -> list[Outgoing]:
+    def messages(self, topic: str) -> list[OutgoingMessage]:
         """All that was ever written to a topic, consumed or not."""
         with self._lock:
             return [waiting.message for waiting in self._topic(topic).log]
 
-    def publish(self, message: Outgoing) -> None:
+    def publish(self, message: OutgoingMessage) -> None:
         """Write it, or raise `BrokerUnavailable`."""
         self.check()
         if self.refuse(message):
@@ -147,7 +146,7 @@ class MemoryBroker:
                 self._give_back(group, delivery)
         self._wake()
 
-    def take(self, adapter: MemoryAdapter, group: _Group) -> tuple[int, _Waiting] | None:
+    def next_message(self, adapter: MemoryAdapter, group: _Group) -> tuple[int, _Waiting] | None:
         """The next message and the number of this delivery. A key that another consumer has in hand is left to it."""
         if self._down:
             return None
@@ -162,7 +161,7 @@ class MemoryBroker:
                     return delivery, waiting
         return None
 
-    def done(self, group: _Group, delivery: int) -> None:
+    def ack(self, group: _Group, delivery: int) -> None:
         """Forget this delivery's message."""
         with self._lock:
             group.held.pop(delivery, None)
@@ -175,7 +174,7 @@ class MemoryBroker:
             self._give_back(group, delivery)
         self._wake()
 
-    def _append(self, message: Outgoing) -> int:
+    def _append(self, message: OutgoingMessage) -> int:
         with self._lock:
             topic = self._topic(message.topic)
             sequence = next(self._numbers)
@@ -204,7 +203,7 @@ class MemoryAdapter(QueueAdapter):
 
     def __init__(
         self,
-        connection: MemoryConnection,
+        connection: MemoryConfig,
         queue_name: str,
         consumer_group: str,
         *,
@@ -239,7 +238,7 @@ class MemoryAdapter(QueueAdapter):
     async def ack(self, message: RawMessage) -> None:
         delivery = self._ended(message)
         if delivery is not None:
-            self._broker.done(self._joined(), delivery)
+            self._broker.ack(self._joined(), delivery)
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
         delivery = self._ended(message)
@@ -248,13 +247,13 @@ class MemoryAdapter(QueueAdapter):
         if requeue:
             self._broker.requeue(self._joined(), delivery)
         else:
-            self._broker.done(self._joined(), delivery)
+            self._broker.ack(self._joined(), delivery)
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
         if not self.owns(message):
             return
-        headers = dead_headers(message, self.queue_name, reason, history)
-        self._broker.publish(Outgoing(self._dlq_name, message.body, headers, message.key))
+        headers = dead_letter_headers(message, self.queue_name, reason, history)
+        self._broker.publish(OutgoingMessage(self._dlq_name, message.body, headers, message.key))
         await self.ack(message)
 
     def owns(self, message: RawMessage) -> bool:
@@ -290,7 +289,7 @@ class MemoryAdapter(QueueAdapter):
         self._deliveries = {known: number for known, number in self._deliveries.items() if number in group.held}
         if self._paused or len(self._deliveries) >= self._prefetch:
             return None
-        taken = self._broker.take(self, group)
+        taken = self._broker.next_message(self, group)
         if taken is None:
             return None
         delivery, waiting = taken
@@ -321,7 +320,7 @@ class MemoryAdapter(QueueAdapter):
 class MemoryPublisher(Publisher):
     """Writes to a `MemoryBroker`."""
 
-    def __init__(self, connection: MemoryConnection) -> None:
+    def __init__(self, connection: MemoryConfig) -> None:
         self._broker = MemoryBroker.named(connection.name)
         self._connected = False
 
@@ -329,7 +328,7 @@ class MemoryPublisher(Publisher):
         self._broker.check()
         self._connected = True
 
-    async def publish(self, messages: Sequence[Outgoing]) -> list[BrokerUnavailable | None]:
+    async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
         failed: dict[tuple[str, str], BrokerUnavailable] = {}
         answers: list[BrokerUnavailable | None] = []
         for message in messages:
@@ -348,7 +347,7 @@ class MemoryPublisher(Publisher):
     async def close(self) -> None:
         self._connected = False
 
-    def _publish(self, message: Outgoing) -> BrokerUnavailable | None:
+    def _publish(self, message: OutgoingMessage) -> BrokerUnavailable | None:
         if not self._connected:
             return BrokerUnavailable("not connected: call connect() first")
         try:

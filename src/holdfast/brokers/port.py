@@ -1,18 +1,21 @@
-"""What triggers and the outbox need of a broker. Each broker has one module with an adapter and a publisher.
+"""Broker protocols for triggers and the outbox: `QueueAdapter`, `Publisher` and their messages.
 
-A client connects once in the foreground, so that a wrong address or password is told at once; from then on it comes
-back by itself, with backoff, and says so in its log. No error, log line or `repr` of a client shows a credential.
+A client connects once in the foreground, so that a wrong address or password is reported immediately. After that it
+reconnects by itself with backoff and logs it. No error, log record or `repr` of a client contains a credential.
+
+Also what all brokers share: dead-letter headers, the error for tombstones, and conversion of external timestamps.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from datetime import datetime
-from typing import Any, Protocol
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from holdfast.errors import BrokerUnavailable
+from holdfast.errors import BrokerRefused, BrokerUnavailable
 
 
 class RawMessage(msgspec.Struct, frozen=True, eq=False):
@@ -92,7 +95,7 @@ class QueueAdapter(Protocol):
         ...
 
 
-class Outgoing(msgspec.Struct, frozen=True):
+class OutgoingMessage(msgspec.Struct, frozen=True):
     """A message to be published."""
 
     topic: str
@@ -112,7 +115,7 @@ class Publisher(Protocol):
         """Connect. `BrokerUnavailable` or `BrokerRefused` says why not, at once."""
         ...
 
-    async def publish(self, messages: Sequence[Outgoing]) -> list[BrokerUnavailable | None]:
+    async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
         """One answer for each: None once the broker has confirmed that it is safe, else why not.
 
         After one that failed, no later one of the same topic and key is written by this call: it fails, too. Comes back
@@ -123,3 +126,47 @@ class Publisher(Protocol):
     async def health_check(self) -> bool: ...
 
     async def close(self) -> None: ...
+
+
+DEAD_REASON: Final = "x-dead-reason"
+DEAD_HISTORY: Final = "x-dead-history"
+DEAD_SOURCE: Final = "x-dead-source"
+DEAD_MESSAGE_ID: Final = "x-dead-message-id"
+#: What a dead letter has and its message had not.
+DEAD_HEADERS: Final = frozenset({DEAD_REASON, DEAD_HISTORY, DEAD_SOURCE, DEAD_MESSAGE_ID})
+
+
+def tombstone_refused(broker: str) -> BrokerRefused:
+    """For a message without a value, where only Kafka has such."""
+    return BrokerRefused(f"{broker} does not know tombstones (a body of None); publish an empty body instead")
+
+
+def dead_letter_headers(
+    message: RawMessage, source: str, reason: str, history: Sequence[str], *, limit: int | None = None
+) -> dict[str, str]:
+    """The message's own headers, and its story: why it is dead and what was tried.
+
+    `limit`: so many characters of the reason and of each try, and four times as many of all tries, the latest ones.
+    """
+    return {
+        **message.headers,
+        DEAD_REASON: reason[:limit],
+        DEAD_HISTORY: _told(history, limit),
+        DEAD_SOURCE: source,
+        DEAD_MESSAGE_ID: message.message_id,
+    }
+
+
+def _told(history: Sequence[str], limit: int | None) -> str:
+    lines = [line[:limit] for line in history]
+    while limit is not None and lines and len(json.dumps(lines)) > 4 * limit:
+        lines.pop(0)
+    return json.dumps(lines, ensure_ascii=False)
+
+
+def timestamp_from_ms(milliseconds: int) -> datetime:
+    """The time so long after 1970; now, if no calendar has it: writers put other units into the same field."""
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return datetime.now(UTC)

@@ -21,12 +21,18 @@ from aiormq import Channel
 from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
 
-from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
-from holdfast.brokers.rabbitmq_link import TROUBLES, ConsumerLink, Link, translated, unchained
-from holdfast.brokers.rabbitmq_link import RabbitConnection as RabbitConnection
+from holdfast.aio import is_own_cancellation
+from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage
+from holdfast.brokers.rabbitmq_connection import (
+    CONNECTION_ERRORS,
+    RabbitConfig,
+    RabbitConnection,
+    RabbitConsumerConnection,
+    safe_cause,
+    translate,
+)
 from holdfast.brokers.rabbitmq_messages import dead_letter, publish, raw_message
-from holdfast.cancelling import was_cancelled
-from holdfast.core.backoff import Backoff
+from holdfast.core.retry import Backoff
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 
 _log: Final = logging.getLogger("holdfast.brokers.rabbitmq")
@@ -43,7 +49,7 @@ class RabbitAdapter(QueueAdapter):
 
     def __init__(
         self,
-        connection: RabbitConnection,
+        connection: RabbitConfig,
         queue_name: str,
         consumer_group: str,
         *,
@@ -55,11 +61,11 @@ class RabbitAdapter(QueueAdapter):
         self._settings = connection
         self._prefetch = min(prefetch, _MAX_PREFETCH)
         self._dlq_name = dlq_name or f"{queue_name}.dlq"
-        self._link: ConsumerLink | None = None
+        self._link: RabbitConsumerConnection | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._arrived: deque[tuple[ConsumerLink, RawMessage]] = deque()
+        self._arrived: deque[tuple[RabbitConsumerConnection, RawMessage]] = deque()
         #: Which link each message that was handed out came on.
-        self._origin: dict[RawMessage, tuple[ConsumerLink, int]] = {}
+        self._origin: dict[RawMessage, tuple[RabbitConsumerConnection, int]] = {}
         self._news = asyncio.Event()
         #: One change of the consumer at a time.
         self._changing = asyncio.Lock()
@@ -98,12 +104,12 @@ class RabbitAdapter(QueueAdapter):
     async def ack(self, message: RawMessage) -> None:
         if self.owns(message):
             link, tag = self._origin.pop(message)
-            link.settle(tag)
+            link.ack(tag)
 
     async def nack(self, message: RawMessage, requeue: bool = False) -> None:
         if self.owns(message):
             link, tag = self._origin.pop(message)
-            link.refuse(tag, requeue)
+            link.nack(tag, requeue)
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
         if not self.owns(message):
@@ -115,9 +121,9 @@ class RabbitAdapter(QueueAdapter):
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._find(link, self._dlq_name)
-                await publish(await link.side(), letter, limits, exchange="")
-        except TROUBLES as exc:
-            raise translated(exc, self._settings) from unchained(exc, self._settings)
+                await publish(await link.side_channel(), letter, limits, exchange="")
+        except CONNECTION_ERRORS as exc:
+            raise translate(exc, self._settings) from safe_cause(exc, self._settings)
         await self.ack(message)
 
     def owns(self, message: RawMessage) -> bool:
@@ -138,7 +144,7 @@ class RabbitAdapter(QueueAdapter):
         try:
             async with asyncio.timeout(_HEALTH_S):
                 return await self._count()
-        except (BrokerUnavailable, *TROUBLES):
+        except (BrokerUnavailable, *CONNECTION_ERRORS):
             return None
 
     async def health_check(self) -> bool:
@@ -157,8 +163,8 @@ class RabbitAdapter(QueueAdapter):
 
     # The link --------------------------------------------------------------------------------------
 
-    async def _open(self) -> ConsumerLink:
-        link = await ConsumerLink.open(self._settings)
+    async def _open(self) -> RabbitConsumerConnection:
+        link = await RabbitConsumerConnection.open(self._settings)
         try:
             async with asyncio.timeout(2 * self._settings.timeout_s):
                 link.begin(await link.channel())
@@ -166,24 +172,24 @@ class RabbitAdapter(QueueAdapter):
                 await link.deliveries.basic_qos(prefetch_count=self._prefetch)
         except BaseException as exc:
             await link.close()
-            if isinstance(exc, TROUBLES):
-                raise translated(exc, self._settings) from unchained(exc, self._settings)
+            if isinstance(exc, CONNECTION_ERRORS):
+                raise translate(exc, self._settings) from safe_cause(exc, self._settings)
             raise
         return link
 
-    async def _find(self, link: ConsumerLink, queue: str) -> None:
+    async def _find(self, link: RabbitConsumerConnection, queue: str) -> None:
         """The queue is there, or is made; a queue that is there is taken as it is."""
         if queue in link.known:
             return
         try:
-            await (await link.side()).queue_declare(queue, passive=True)
+            await (await link.side_channel()).queue_declare(queue, passive=True)
         except amqp.ChannelNotFoundEntity:
             if not self._settings.declare:
                 raise
             arguments: dict[str, Any] = {"x-queue-type": self._settings.queue_type}
             if self._settings.single_active_consumer and queue == self.queue_name:
                 arguments["x-single-active-consumer"] = True
-            await (await link.side()).queue_declare(queue, durable=True, arguments=arguments)
+            await (await link.side_channel()).queue_declare(queue, durable=True, arguments=arguments)
         link.known.add(queue)
 
     async def _keep(self) -> None:
@@ -195,13 +201,13 @@ class RabbitAdapter(QueueAdapter):
             try:
                 await self._replace(self._link, backoff)
             except (Exception, asyncio.CancelledError) as exc:
-                if was_cancelled(exc):
+                if is_own_cancellation(exc):
                     raise
                 # Calls that are under way when a connection goes may end with anything, even as if cancelled.
                 _log.warning("RabbitMQ at %s: %s; trying on", self._settings.address, type(exc).__name__)
                 self._link.fail(exc)
 
-    async def _replace(self, link: ConsumerLink, backoff: Backoff) -> None:
+    async def _replace(self, link: RabbitConsumerConnection, backoff: Backoff) -> None:
         _log.warning(
             "RabbitMQ at %s, queue %s: lost (%s), connecting again",
             *(self._settings.address, self.queue_name, link.reason),
@@ -214,7 +220,7 @@ class RabbitAdapter(QueueAdapter):
         _log.info("RabbitMQ at %s, queue %s: back", self._settings.address, self.queue_name)
         await self._align_or_leave_it()
 
-    async def _open_somehow(self, backoff: Backoff) -> ConsumerLink:
+    async def _open_somehow(self, backoff: Backoff) -> RabbitConsumerConnection:
         said = ""
         while True:
             await asyncio.sleep(backoff.next_s())
@@ -225,7 +231,7 @@ class RabbitAdapter(QueueAdapter):
                     _log.warning("%s; trying on", exc)
                     said = str(exc)
 
-    def _forget(self, lost: ConsumerLink) -> None:
+    def _forget(self, lost: RabbitConsumerConnection) -> None:
         self._arrived = deque(pair for pair in self._arrived if pair[0] is not lost)
         self._origin = {message: origin for message, origin in self._origin.items() if origin[0] is not lost}
 
@@ -242,16 +248,16 @@ class RabbitAdapter(QueueAdapter):
                 elif self._paused and link.consumer_tag:
                     tag, link.consumer_tag = link.consumer_tag, ""
                     await link.deliveries.basic_cancel(tag, timeout=self._settings.timeout_s)
-            except TROUBLES as exc:
+            except CONNECTION_ERRORS as exc:
                 link.fail(exc)
-                raise translated(exc, self._settings) from unchained(exc, self._settings)
+                raise translate(exc, self._settings) from safe_cause(exc, self._settings)
 
     async def _align_or_leave_it(self) -> None:
         """A link that fails here is lost, and the keeper does it again with the next one."""
         with suppress(BrokerUnavailable):
             await self._align()
 
-    async def _start_consumer(self, link: ConsumerLink) -> None:
+    async def _start_consumer(self, link: RabbitConsumerConnection) -> None:
         async def on_message(delivered: DeliveredMessage) -> None:
             self._take(link, delivered)
 
@@ -259,7 +265,7 @@ class RabbitAdapter(QueueAdapter):
             self.queue_name, on_message, consumer_tag=link.consumer_tag, timeout=self._settings.timeout_s
         )
 
-    def _take(self, link: ConsumerLink, delivered: DeliveredMessage) -> None:
+    def _take(self, link: RabbitConsumerConnection, delivered: DeliveredMessage) -> None:
         message = raw_message(delivered, self._settings)
         tag = message.metadata["delivery_tag"]
         link.in_hand[tag] = None
@@ -270,7 +276,7 @@ class RabbitAdapter(QueueAdapter):
     async def _count(self) -> int | None:
         if self._link is None or self._closed or self._link.lost.is_set():
             return None
-        answer = await (await self._link.side()).queue_declare(self.queue_name, passive=True)
+        answer = await (await self._link.side_channel()).queue_declare(self.queue_name, passive=True)
         return answer.message_count
 
 
@@ -278,9 +284,9 @@ class RabbitPublisher(Publisher):
     """Writes persistent messages, `mandatory` and confirmed: to the queue named like the topic, or to `exchange` with
     the topic as routing key. What no queue takes is refused."""
 
-    def __init__(self, connection: RabbitConnection) -> None:
+    def __init__(self, connection: RabbitConfig) -> None:
         self._settings = connection
-        self._link: Link | None = None
+        self._link: RabbitConnection | None = None
         self._channel: Channel | None = None
         self._ready = False
 
@@ -288,7 +294,7 @@ class RabbitPublisher(Publisher):
         await self._open()
         self._ready = True
 
-    async def publish(self, messages: Sequence[Outgoing]) -> list[BrokerUnavailable | None]:
+    async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
         try:
             if not self._ready:
                 raise BrokerUnavailable("not connected: call connect() first")
@@ -309,7 +315,7 @@ class RabbitPublisher(Publisher):
             async with asyncio.timeout(_HEALTH_S):
                 # A channel of its own: opening it is a question that the broker has to answer.
                 await (await self._link.channel()).close()
-        except (BrokerUnavailable, *TROUBLES):
+        except (BrokerUnavailable, *CONNECTION_ERRORS):
             return False
         return True
 
@@ -324,7 +330,7 @@ class RabbitPublisher(Publisher):
         if self._link is not None:
             _log.warning("RabbitMQ at %s: lost (%s), connecting again", self._settings.address, self._link.reason)
         await self._drop()
-        self._link = await Link.open(self._settings)
+        self._link = await RabbitConnection.open(self._settings)
         self._channel = await self._link.channel()
         return self._channel
 
@@ -336,7 +342,7 @@ class RabbitPublisher(Publisher):
     async def _publish_lane(
         self,
         channel: Channel,
-        messages: Sequence[Outgoing],
+        messages: Sequence[OutgoingMessage],
         places: Sequence[int],
         answers: list[BrokerUnavailable | None],
         failed: dict[tuple[str, str], BrokerUnavailable],
@@ -352,7 +358,7 @@ class RabbitPublisher(Publisher):
                 failed[line] = answer
             answers[place] = answer
 
-    async def _publish_one(self, channel: Channel, message: Outgoing) -> BrokerUnavailable | None:
+    async def _publish_one(self, channel: Channel, message: OutgoingMessage) -> BrokerUnavailable | None:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 await publish(channel, message, self._settings, exchange=self._settings.exchange)
@@ -360,15 +366,15 @@ class RabbitPublisher(Publisher):
             # Whether it was written is not known; on this link nothing else will be.
             if self._link is not None:
                 self._link.fail(exc)
-            return translated(exc, self._settings)
+            return translate(exc, self._settings)
         except BrokerUnavailable as exc:
             return exc
-        except TROUBLES as exc:
-            return translated(exc, self._settings)
+        except CONNECTION_ERRORS as exc:
+            return translate(exc, self._settings)
         return None
 
 
-def _waves(messages: Sequence[Outgoing]) -> list[list[list[int]]]:
+def _waves(messages: Sequence[OutgoingMessage]) -> list[list[list[int]]]:
     """Which messages are published side by side: lanes of one topic and key each, or of one message without key.
 
     Returned messages are told apart by their ids alone: of two with the same id, the second is for the next wave.

@@ -14,9 +14,8 @@ from aiormq import Channel, spec
 from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
 
-from holdfast.brokers.letters import dead_headers, tombstone_refused
-from holdfast.brokers.port import Outgoing, RawMessage
-from holdfast.brokers.rabbitmq_link import RabbitConnection
+from holdfast.brokers.port import OutgoingMessage, RawMessage, dead_letter_headers, tombstone_refused
+from holdfast.brokers.rabbitmq_connection import RabbitConfig
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 
 _log: Final = logging.getLogger("holdfast.brokers.rabbitmq")
@@ -32,16 +31,16 @@ _PERSISTENT: Final = 2
 _DELIVERY_COUNT: Final = "x-delivery-count"
 
 
-def dead_letter(message: RawMessage, name: str, source: str, reason: str, history: Sequence[str]) -> Outgoing:
+def dead_letter(message: RawMessage, name: str, source: str, reason: str, history: Sequence[str]) -> OutgoingMessage:
     """The message as it was, with what there is to say about it, if there is room."""
-    headers: Mapping[str, str] = dead_headers(message, source, reason, history, limit=_DEAD_TEXT_CHARS)
+    headers: Mapping[str, str] = dead_letter_headers(message, source, reason, history, limit=_DEAD_TEXT_CHARS)
     if _size(headers) > _MAX_HEADER_BYTES:
         _log.warning("message %s has no room for what there is to say of it", message.message_id)
         headers = message.headers
-    return Outgoing(name, message.body, headers, message.key, message.message_id)
+    return OutgoingMessage(name, message.body, headers, message.key, message.message_id)
 
 
-async def publish(channel: Channel, message: Outgoing, settings: RabbitConnection, exchange: str) -> None:
+async def publish(channel: Channel, message: OutgoingMessage, settings: RabbitConfig, exchange: str) -> None:
     """Written and confirmed, or an error."""
     headers = {**message.headers, **({settings.key_header: message.key} if message.key else {})}
     if message.body is None:
@@ -74,7 +73,7 @@ async def publish(channel: Channel, message: Outgoing, settings: RabbitConnectio
         ) from exc
 
 
-def _check(message: Outgoing, headers: Mapping[str, str], body_bytes: int, settings: RabbitConnection) -> None:
+def _check(message: OutgoingMessage, headers: Mapping[str, str], body_bytes: int, settings: RabbitConfig) -> None:
     """What the protocol cannot carry would cost the whole connection, and everybody's messages on it."""
     too_long = [
         what
@@ -96,7 +95,7 @@ def _check(message: Outgoing, headers: Mapping[str, str], body_bytes: int, setti
         )
 
 
-def raw_message(delivered: DeliveredMessage, settings: RabbitConnection) -> RawMessage:
+def raw_message(delivered: DeliveredMessage, settings: RabbitConfig) -> RawMessage:
     """Total: whatever odd things a writer puts into a message, it can be handed over."""
     properties, delivery = delivered.header.properties, delivered.delivery
     assert isinstance(delivery, spec.Basic.Deliver)
@@ -122,7 +121,7 @@ def raw_message(delivered: DeliveredMessage, settings: RabbitConnection) -> RawM
     )
 
 
-def _invented_id(delivered: DeliveredMessage, delivery: spec.Basic.Deliver, settings: RabbitConnection) -> str:
+def _invented_id(delivered: DeliveredMessage, delivery: spec.Basic.Deliver, settings: RabbitConfig) -> str:
     """RabbitMQ gives a message no id of its own. All that is the same in two deliveries is what was written, and that
     may be the same in two messages."""
     if settings.without_id == "delivery":

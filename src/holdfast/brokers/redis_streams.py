@@ -19,26 +19,25 @@ from typing import Any, Final
 import msgspec
 from redis.exceptions import ResponseError
 
-from holdfast.brokers.letters import dead_headers
-from holdfast.brokers.port import QueueAdapter, RawMessage
-from holdfast.brokers.redis_client import (
+from holdfast.brokers.port import QueueAdapter, RawMessage, dead_letter_headers
+from holdfast.brokers.redis_connection import (
     REDIS_ERRORS,
     TAKEN,
-    RedisConnection,
+    RedisConfig,
+    RedisPublisher,
     after,
+    entry_position,
     pairs,
-    place_of,
     script,
     to_fields,
     to_message,
     translate,
 )
-from holdfast.brokers.redis_publisher import RedisPublisher
-from holdfast.core.backoff import Backoff
+from holdfast.core.retry import Backoff
 from holdfast.errors import BrokerUnavailable
 from holdfast.identity import new_identity
 
-__all__ = ["RedisAdapter", "RedisConnection", "RedisPublisher"]
+__all__ = ["RedisAdapter", "RedisConfig", "RedisPublisher"]
 
 _log: Final = logging.getLogger("holdfast.brokers")
 
@@ -52,7 +51,7 @@ _AGAIN_S: Final = 1.0
 _HEIR: Final = "returned"
 
 
-class _Held(msgspec.Struct, eq=False):
+class _PendingEntry(msgspec.Struct, eq=False):
     """One delivery that is ours."""
 
     message: RawMessage
@@ -67,7 +66,7 @@ class RedisAdapter(QueueAdapter):
 
     def __init__(
         self,
-        connection: RedisConnection,
+        connection: RedisConfig,
         queue_name: str,
         consumer_group: str,
         *,
@@ -87,10 +86,10 @@ class RedisAdapter(QueueAdapter):
         self._scripts = {
             name: self._client.register_script(script(name)) for name in ("take", "renew", "settle", "bury", "leave")
         }
-        self._held: dict[RawMessage, _Held] = {}
+        self._held: dict[RawMessage, _PendingEntry] = {}
         self._ready: deque[RawMessage] = deque()
         #: Acknowledged, and on its way to the server.
-        self._done: list[tuple[_Held, asyncio.Future[None]]] = []
+        self._done: list[tuple[_PendingEntry, asyncio.Future[None]]] = []
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,14 +156,14 @@ class RedisAdapter(QueueAdapter):
         if held is not None:
             # It stays with us, so it keeps its place in the prefetch; if we die, others take it over.
             again = msgspec.structs.replace(message, deliveries=message.deliveries + 1)
-            self._hold([_Held(again, held.deliveries, held.until)])
+            self._hold([_PendingEntry(again, held.deliveries, held.until)])
         return None
 
     async def send_to_dlq(self, message: RawMessage, reason: str, history: Sequence[str] = ()) -> None:
         held = self._held.get(message)
         if held is None or not self.owns(message):
             return
-        headers = dead_headers(message, self._stream, reason, history)
+        headers = dead_letter_headers(message, self._stream, reason, history)
         for name in TAKEN:
             headers.pop(name, None)
         fields = to_fields(message.body or b"", headers, message.key)
@@ -295,15 +294,15 @@ class RedisAdapter(QueueAdapter):
     def _received(self, deliveries: Iterable[tuple[RawMessage, int]]) -> None:
         # A read may have waited, but an entry was given to us only when there was one: now, or a round trip ago.
         until = monotonic() + self._visibility_s * 0.9
-        self._hold(_Held(message, count, until) for message, count in deliveries)
+        self._hold(_PendingEntry(message, count, until) for message, count in deliveries)
 
-    def _hold(self, fresh: Iterable[_Held]) -> None:
+    def _hold(self, fresh: Iterable[_PendingEntry]) -> None:
         """These are ours, and to be delivered. What comes again is older than what waits, and goes first."""
         for held in fresh:
             self._held[held.message] = held
             self._ready.append(held.message)
-        if any(place_of(later) < place_of(earlier) for earlier, later in pairwise(self._ready)):
-            self._ready = deque(sorted(self._ready, key=place_of))
+        if any(entry_position(later) < entry_position(earlier) for earlier, later in pairwise(self._ready)):
+            self._ready = deque(sorted(self._ready, key=entry_position))
         self._news.set()
 
     async def _mend(self, exc: Exception, backoff: Backoff) -> None:
@@ -357,7 +356,7 @@ class RedisAdapter(QueueAdapter):
         finally:
             self._settling = None
 
-    async def _settle_batch(self, batch: Sequence[_Held]) -> None:
+    async def _settle_batch(self, batch: Sequence[_PendingEntry]) -> None:
         backoff = Backoff()
         words = [word for held in batch for word in (held.message.message_id, held.deliveries)]
         while True:
@@ -371,7 +370,7 @@ class RedisAdapter(QueueAdapter):
                 _log.warning("acknowledgements of stream %r are lost: %s", self._stream, translate(exc))
             return
 
-    def _released(self, message: RawMessage) -> _Held | None:
+    def _released(self, message: RawMessage) -> _PendingEntry | None:
         """The delivery is not in hand any more; None if it was not."""
         held = self._held.pop(message, None)
         self._room.set()

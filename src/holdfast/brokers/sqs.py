@@ -21,11 +21,19 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.brokers.port import QueueAdapter, RawMessage
-from holdfast.brokers.sqs_client import BATCH, SqsClient, dlq_of, is_fifo
-from holdfast.brokers.sqs_client import SqsConnection as SqsConnection
-from holdfast.brokers.sqs_messages import dead_letter, decoded, encoded, size_of
+from holdfast.brokers.sqs_connection import (
+    BATCH,
+    SqsClient,
+    dead_letter,
+    decode,
+    default_dlq_name,
+    encode,
+    is_fifo,
+    size_of,
+)
+from holdfast.brokers.sqs_connection import SqsConfig as SqsConfig
 from holdfast.brokers.sqs_publisher import SqsPublisher as SqsPublisher
-from holdfast.core.backoff import Backoff
+from holdfast.core.retry import Backoff
 from holdfast.errors import BrokerUnavailable
 
 _log: Final = logging.getLogger("holdfast.brokers.sqs")
@@ -42,7 +50,7 @@ _MOST_SETTLED: Final = 1_000
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _ReceivedMessage:
     """A message in hand."""
 
     message: RawMessage
@@ -58,7 +66,7 @@ class SqsAdapter(QueueAdapter):
 
     def __init__(
         self,
-        connection: SqsConnection,
+        connection: SqsConfig,
         queue_name: str,
         consumer_group: str,
         *,
@@ -69,15 +77,15 @@ class SqsAdapter(QueueAdapter):
         self.consumer_group = consumer_group
         self._settings = connection
         self._prefetch = prefetch
-        self._dlq_name = dlq_name or dlq_of(queue_name)
+        self._dlq_name = dlq_name or default_dlq_name(queue_name)
         self._is_fifo = is_fifo(queue_name)
         self._client = SqsClient(connection)
         self._url = ""
         #: Whether SQS itself puts away what comes too often.
         self._has_redrive = False
-        self._in_hand: dict[RawMessage, _Held] = {}
+        self._in_hand: dict[RawMessage, _ReceivedMessage] = {}
         self._arrived: deque[RawMessage] = deque()
-        self._settled: deque[_Held] = deque()
+        self._settled: deque[_ReceivedMessage] = deque()
         #: How many messages the questions under way may bring.
         self._asked_for = 0
         #: The last answer was a full one: there are more.
@@ -102,7 +110,7 @@ class SqsAdapter(QueueAdapter):
         except BaseException as exc:
             await self._client.close()
             if isinstance(exc, TimeoutError):
-                raise self._client.translated(exc) from None
+                raise self._client.translate(exc) from None
             raise
         if self._closed:
             await self._client.close()
@@ -142,17 +150,17 @@ class SqsAdapter(QueueAdapter):
         if not self.owns(message):
             return
         letter = dead_letter(message, self._dlq_name, self.queue_name, reason, history)
-        entry = encoded(letter, fifo=is_fifo(self._dlq_name))
+        entry = encode(letter, fifo=is_fifo(self._dlq_name))
         if size_of(entry) > self._settings.max_message_bytes:
             # The message itself has been with SQS before, so it fits.
             _log.warning("message %s has no room for what there is to say of it", message.message_id)
-            entry = encoded(msgspec.structs.replace(letter, headers=message.headers), fifo=is_fifo(self._dlq_name))
+            entry = encode(msgspec.structs.replace(letter, headers=message.headers), fifo=is_fifo(self._dlq_name))
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 url = await self._client.url_of(self._dlq_name, declare=self._settings.declare_dlq)
                 await self._client.call("send_message", QueueUrl=url, **entry)
         except TimeoutError as exc:
-            raise self._client.translated(exc) from None
+            raise self._client.translate(exc) from None
         await self.ack(message)
 
     def owns(self, message: RawMessage) -> bool:
@@ -249,10 +257,10 @@ class SqsAdapter(QueueAdapter):
         return received
 
     def _take(self, received: Iterable[dict[str, Any]], asked_for: int) -> None:
-        fresh = [decoded(each, self.queue_name) for each in received]
+        fresh = [decode(each, self.queue_name) for each in received]
         now = self._now()
         for message in fresh:
-            self._in_hand[message] = _Held(message, message.metadata["receipt_handle"], now)
+            self._in_hand[message] = _ReceivedMessage(message, message.metadata["receipt_handle"], now)
         self._arrived.extend(fresh)
         self._many = len(fresh) == asked_for
         self._news.set()
@@ -274,12 +282,12 @@ class SqsAdapter(QueueAdapter):
             self._settled.append(held)
             self._work.set()
 
-    def _forget(self, message: RawMessage) -> _Held | None:
+    def _forget(self, message: RawMessage) -> _ReceivedMessage | None:
         held = self._in_hand.pop(message, None)
         self._room.set()
         return held
 
-    def _lose(self, lost: _Held) -> None:
+    def _lose(self, lost: _ReceivedMessage) -> None:
         """It will be delivered again, and what comes after it in its group will be, too: not before it."""
         key = lost.message.key
         line = [held for held in self._in_hand.values() if held.message.key == key] if self._is_fifo and key else [lost]
@@ -314,15 +322,15 @@ class SqsAdapter(QueueAdapter):
                 self._settled.extendleft(held for held in reversed(batch) if not self._is_over(held))
                 await asyncio.sleep(backoff.next_s())
 
-    def _next_settled(self) -> list[_Held]:
+    def _next_settled(self) -> list[_ReceivedMessage]:
         """The first and those after it that are to be told in the same way."""
         kind = self._settled[0].visible_in_s
-        batch: list[_Held] = []
+        batch: list[_ReceivedMessage] = []
         while self._settled and len(batch) < BATCH and self._settled[0].visible_in_s == kind:
             batch.append(self._settled.popleft())
         return batch
 
-    async def _tell(self, batch: Sequence[_Held]) -> None:
+    async def _tell(self, batch: Sequence[_ReceivedMessage]) -> None:
         entries: list[dict[str, Any]] = [{"Id": str(n), "ReceiptHandle": held.handle} for n, held in enumerate(batch)]
         visible_in_s = batch[0].visible_in_s
         if visible_in_s is None:
@@ -334,7 +342,7 @@ class SqsAdapter(QueueAdapter):
             if not failed.get("SenderFault") and not self._is_over(held):
                 self._settled.append(held)
 
-    def _is_over(self, held: _Held) -> bool:
+    def _is_over(self, held: _ReceivedMessage) -> bool:
         return self._now() >= held.prolonged_at + self._settings.visibility_timeout_s
 
     # Holding ---------------------------------------------------------------------------------------
@@ -352,7 +360,7 @@ class SqsAdapter(QueueAdapter):
             for some in range(0, len(batches), _WRITERS):
                 await asyncio.gather(*map(self._prolong_batch, batches[some : some + _WRITERS]))
 
-    async def _prolong_batch(self, batch: Sequence[_Held]) -> None:
+    async def _prolong_batch(self, batch: Sequence[_ReceivedMessage]) -> None:
         entries: list[dict[str, Any]] = [{"Id": str(n), "ReceiptHandle": held.handle} for n, held in enumerate(batch)]
         # Counted from when it was asked for: SQS may have heard it at once.
         now = self._now()

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from holdfast.brokers.port import Outgoing, Publisher
-from holdfast.brokers.sqs_client import BATCH, SqsClient, SqsConnection, is_fifo
-from holdfast.brokers.sqs_messages import check_size, encoded, size_of
+from holdfast.brokers.port import OutgoingMessage, Publisher
+from holdfast.brokers.sqs_connection import BATCH, SqsClient, SqsConfig, check_size, encode, is_fifo, size_of
 from holdfast.errors import BrokerRefused, BrokerUnavailable
 
 _log: Final = logging.getLogger("holdfast.brokers.sqs")
@@ -26,7 +25,7 @@ class SqsPublisher(Publisher):
     Of one topic and key one message is under way at a time: SQS takes or refuses each message of a batch by itself.
     """
 
-    def __init__(self, connection: SqsConnection) -> None:
+    def __init__(self, connection: SqsConfig) -> None:
         self._settings = connection
         self._client = SqsClient(connection)
 
@@ -39,7 +38,7 @@ class SqsPublisher(Publisher):
             await self.close()
             raise
 
-    async def publish(self, messages: Sequence[Outgoing]) -> list[BrokerUnavailable | None]:
+    async def publish(self, messages: Sequence[OutgoingMessage]) -> list[BrokerUnavailable | None]:
         answers: list[BrokerUnavailable | None] = [BrokerUnavailable("SQS did not confirm in time") for _ in messages]
         lanes: dict[tuple[str, ...], deque[int]] = {}
         for place, message in enumerate(messages):
@@ -70,7 +69,7 @@ class SqsPublisher(Publisher):
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._client.call("list_queues", MaxResults=1)
         except TimeoutError as exc:
-            raise self._client.translated(exc) from None
+            raise self._client.translate(exc) from None
 
     @staticmethod
     def _next(
@@ -88,7 +87,7 @@ class SqsPublisher(Publisher):
         return left
 
     async def _publish_heads(
-        self, messages: Sequence[Outgoing], places: Iterable[int], answers: list[BrokerUnavailable | None]
+        self, messages: Sequence[OutgoingMessage], places: Iterable[int], answers: list[BrokerUnavailable | None]
     ) -> None:
         by_topic: dict[str, list[int]] = {}
         for place in places:
@@ -108,14 +107,14 @@ class SqsPublisher(Publisher):
         )
 
     def _batches(
-        self, messages: Sequence[Outgoing], places: Iterable[int], answers: list[BrokerUnavailable | None]
+        self, messages: Sequence[OutgoingMessage], places: Iterable[int], answers: list[BrokerUnavailable | None]
     ) -> list[dict[int, dict[str, Any]]]:
         """At most ten, and no more bytes than one message may have."""
         batches: list[dict[int, dict[str, Any]]] = []
         room = 0
         for place in places:
             try:
-                entry = encoded(messages[place], fifo=is_fifo(messages[place].topic))
+                entry = encode(messages[place], fifo=is_fifo(messages[place].topic))
                 check_size(entry, self._settings.max_message_bytes)
             except BrokerRefused as exc:
                 answers[place] = exc

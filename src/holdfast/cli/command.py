@@ -1,33 +1,95 @@
-"""How a command is declared: once here are the options that all of them share, and what becomes of errors.
+"""Declaration of commands: `@command`, shared options, error output and exit codes.
 
-A command is a plain function whose first parameter is the `Connection`; `@command` adds `--url`,
-`--namespace` and `--debug`, puts the examples into the help, and turns a `HoldfastError` into its line
-and its exit code.
+A command is an async function whose first parameter is the `EngineTarget`. `@command` adds `--url`, `--namespace` and
+`--debug`, puts the examples into the help, and turns a `HoldfastError` into one line on stderr and an exit code.
+
+Scripts may rely on the codes of `ExitCode`: 3 and 5 are worth a retry; 2, 4 and 6 are not.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+import traceback
 import typing
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Coroutine
+from enum import IntEnum
 from typing import Annotated, Any, Final
 
 import typer
 from rich.markup import escape
 
-from holdfast.app import Holdfast
-from holdfast.cli.exits import report
-from holdfast.cli.loading import load_app
-from holdfast.cli.runner import run_async
-from holdfast.clock import SystemClock
-from holdfast.engine.factory import build_engine, sqlite_path
-from holdfast.engine.port import Engine
-from holdfast.errors import HoldfastError, InvalidOption, UsageError
-from holdfast.extras import require_drivers
-from holdfast.settings import Settings
+from holdfast.cli.lifecycle import run_async
+from holdfast.cli.output import visible
+from holdfast.cli.session import EngineTarget
+from holdfast.errors import (
+    Conflict,
+    Denied,
+    Forbidden,
+    HoldfastError,
+    IntakeRefused,
+    InvalidOption,
+    LedgerRefused,
+    NotDurableYet,
+    NotFound,
+    SchemaMismatch,
+    TransitionInvalid,
+    Unauthorized,
+    Unavailable,
+    UsageError,
+    WaitTimeout,
+)
+from holdfast.observe.redact import redact
+
+
+class ExitCode(IntEnum):
+    """What the shell gets."""
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> ExitCode:
+        code = int.__new__(cls, value)
+        code._value_ = value
+        code.meaning = meaning
+        return code
+
+    OK = 0, "done"
+    FAILED = 1, "what was asked for failed: the job ended without a result, or `doctor` found a danger"
+    USAGE = (
+        2,
+        "wrong call: unknown option, app, task, job or id, misfit arguments, a bad setting, another release's ledger",
+    )
+    UNAVAILABLE = 3, "the engine or a broker does not answer, or the queue takes no new jobs; safe to try again"
+    ILLEGAL = 4, "no legal move (`WF_STATE_TRANSITION_INVALID`), or decided already (`CONFLICT`); nothing was changed"
+    TIMEOUT = 5, "not finished within the time given; the job goes on"
+    REFUSED = 6, "not allowed: no valid token, a role that may not, two people are needed, or a guard says no"
+
+
+def exit_code(error: HoldfastError) -> ExitCode:
+    """The code for an error."""
+    match error:
+        case UsageError() | SchemaMismatch() | NotFound() | LedgerRefused():
+            return ExitCode.USAGE
+        case Unavailable() | IntakeRefused():
+            return ExitCode.UNAVAILABLE
+        case TransitionInvalid() | Conflict():
+            return ExitCode.ILLEGAL
+        case WaitTimeout() | NotDurableYet():
+            return ExitCode.TIMEOUT
+        case Unauthorized() | Forbidden() | Denied():
+            return ExitCode.REFUSED
+        case _:
+            return ExitCode.FAILED
+
+
+def print_error(error: HoldfastError, *, debug: bool) -> ExitCode:
+    """Tell the person, on stderr: one line, or with `debug` the whole traceback before it."""
+    if debug:
+        print(visible(redact("".join(traceback.format_exception(error)))), file=sys.stderr, end="")
+    message = visible(" ".join(redact(str(error)).split()))
+    print(f"holdfast: {error.code}: {message}", file=sys.stderr)
+    return exit_code(error)
+
 
 _SHARED: Final = "Shared options"
 
@@ -66,61 +128,6 @@ Queues = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """Which engine the person means."""
-
-    url: str | None
-    namespace: str | None
-
-    def settings(self) -> Settings:
-        """Settings with what was given here on top. Raises `MissingExtra` for a store whose driver is not installed."""
-        settings = Settings.load(url=self.url, namespace=self.namespace)
-        require_drivers(settings.url, settings.ledger)
-        return settings
-
-    def app(self, reference: str) -> Holdfast:
-        """The user's app, on the engine that was named here, else on its own."""
-        app = load_app(reference)
-        given: dict[str, Any] = {"url": self.url, "namespace": self.namespace}
-        given = {name: value for name, value in given.items() if value is not None}
-        if given:
-            app.configure(**given)
-        return app
-
-    def some_app(self, reference: str | None) -> Holdfast:
-        """The user's app if it was named, else one without tasks on the same engine."""
-        return Holdfast(settings=self.settings()) if reference is None else self.app(reference)
-
-    @asynccontextmanager
-    async def engine(self) -> AsyncIterator[Engine]:
-        """The engine, open. A look at a database that is not there must not make one."""
-        settings = self.settings()
-        must_exist(settings.url)
-        engine = build_engine(settings, SystemClock())
-        await engine.open()
-        try:
-            yield engine
-        finally:
-            await engine.close()
-
-
-def must_exist(url: str) -> None:
-    """Raise `UsageError` for a SQLite database that nobody has made yet."""
-    if url.startswith("sqlite:") and (path := sqlite_path(url)) != ":memory:" and not Path(path).exists():
-        raise UsageError(
-            f"there is no database {Path(path).absolute()}; nothing was submitted there yet, "
-            "or --url (HOLDFAST_URL) should name another one"
-        )
-
-
-def ledger_must_exist(settings: Settings) -> None:
-    """Raise `UsageError` for a ledger file that nobody has made yet."""
-    url = settings.ledger or ""
-    if url.startswith("sqlite:") and not Path(sqlite_path(url)).exists():
-        raise UsageError(f"there is no ledger {Path(sqlite_path(url)).absolute()} yet; no worker has written to it")
-
-
 def command(
     group: typer.Typer, name: str, *, examples: tuple[str, ...]
 ) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
@@ -130,9 +137,9 @@ def command(
         def run(url: str | None, namespace: str | None, debug: bool, **arguments: Any) -> None:
             try:
                 _check_text(arguments)
-                run_async(function(Connection(url, namespace), **arguments))
+                run_async(function(EngineTarget(url, namespace), **arguments))
             except HoldfastError as exc:
-                raise typer.Exit(report(exc, debug=debug)) from exc
+                raise typer.Exit(print_error(exc, debug=debug)) from exc
 
         run.__doc__ = function.__doc__
         run.__name__ = function.__name__

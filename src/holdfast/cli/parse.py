@@ -1,4 +1,4 @@
-"""Words of the command line into values: arguments of a task, durations, instants."""
+"""Parsing of task arguments, durations and instants, and the filter options of dead letters and suspended jobs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ import sys
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
 
 from holdfast.clock import to_datetime
 from holdfast.core.codec import decode_json, encode_json
 from holdfast.errors import InvalidOption, InvalidPayload
+from holdfast.ledger.port.operators import DeadLetterStatus
+
+if TYPE_CHECKING:
+    from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+    from holdfast.operations.operations import Operations
+
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _DATE_CHARACTERS: Final = len("2030-01-31")
@@ -40,7 +48,7 @@ def payload(document: str | None, pairs: list[str]) -> bytes:
     return encoded.strip()
 
 
-def edited(original: str, file: str | None, pairs: list[str]) -> bytes:
+def edit_payload(original: str, file: str | None, pairs: list[str]) -> bytes:
     """A payload instead of another: from a file (`-` is stdin), or the original with some arguments changed."""
     if file is not None and pairs:
         raise InvalidPayload("give --edit or --set, not both")
@@ -73,7 +81,7 @@ def duration(text: str, name: str) -> timedelta:
         raise InvalidOption(f"{name}={text} is too long") from exc
 
 
-def moment(text: str, name: str) -> datetime:
+def parse_instant(text: str, name: str) -> datetime:
     """An instant in ISO 8601 with its offset from UTC."""
     try:
         value = datetime.fromisoformat(text)
@@ -88,12 +96,12 @@ def moment(text: str, name: str) -> datetime:
         raise InvalidOption(f"{name}={text!r} is outside of the years 1 to 9999 in UTC") from exc
 
 
-def when(text: str, name: str, now_ms: int) -> datetime:
+def parse_time_or_age(text: str, name: str, now_ms: int) -> datetime:
     """An instant, or how long ago."""
     try:
         ago = duration(text, name)
     except InvalidOption:
-        return moment(text, name)
+        return parse_instant(text, name)
     try:
         return to_datetime(now_ms) - ago
     except OverflowError as exc:
@@ -108,3 +116,83 @@ def _pair(text: str, option: str = "--arg") -> tuple[str, Any]:
         return name, decode_json(value.encode(), "value")
     except InvalidPayload:
         return name, value
+
+
+DlqIds = Annotated[
+    list[str] | None, typer.Argument(metavar="LETTER...", help="Ids of dead letters.", show_default=False)
+]
+DlqId = Annotated[str, typer.Argument(metavar="LETTER", help="The dead letter's id.")]
+Task = Annotated[
+    str | None, typer.Option("--task", "-t", metavar="TASK", help="Only of this task.", show_default=False)
+]
+OneOfQueues = Annotated[
+    list[str] | None,
+    typer.Option("--queue", "-q", metavar="NAME", help="Only of this queue; repeatable.", show_default=False),
+]
+Tenant = Annotated[
+    str | None, typer.Option("--tenant", metavar="NAME", help="Only of this tenant.", show_default=False)
+]
+Code = Annotated[
+    str | None, typer.Option("--code", metavar="CODE", help="Only with this error code.", show_default=False)
+]
+Fingerprint = Annotated[
+    str | None,
+    typer.Option(
+        "--fingerprint", "-f", metavar="HEX", help="Only of this kind, as `dlq groups` shows it.", show_default=False
+    ),
+]
+Since = Annotated[
+    str | None,
+    typer.Option(metavar="WHEN", help="Failed at this instant or later, or so long ago (1h, 2d).", show_default=False),
+]
+Until = Annotated[
+    str | None,
+    typer.Option(metavar="WHEN", help="Failed before this instant, or longer ago than this.", show_default=False),
+]
+Words = Annotated[
+    str | None, typer.Option("--text", metavar="TEXT", help="Text in the error, in any case.", show_default=False)
+]
+Statuses = Annotated[
+    list[DeadLetterStatus] | None,
+    typer.Option("--status", "-s", help="Only in this status; repeatable. Default: all.", show_default=False),
+]
+Reason = Annotated[str, typer.Option(help="Why; kept in the log.")]
+RequiredReason = Annotated[str, typer.Option(help="Why; needed, and kept in the log.")]
+AppName = Annotated[
+    str | None,
+    typer.Option(
+        "--app",
+        metavar="APP",
+        help="The app that has the tasks: payloads are checked, and its guards see the new jobs at once.",
+        show_default=False,
+    ),
+]
+
+
+async def dead_letter_filter(
+    offices: Operations,
+    task: str | None,
+    queue: list[str] | None,
+    tenant: str | None,
+    code: str | None,
+    fingerprint: str | None,
+    since: str | None,
+    until: str | None,
+    text: str | None,
+    status: list[DeadLetterStatus] | None,
+) -> DeadLetterFilter:
+    """What was given, as the ledger takes it."""
+    from holdfast.ledger.queries.operator_filters import DeadLetterFilter
+
+    now_ms = await offices.engine.now_ms()
+    return DeadLetterFilter(
+        job_type=task,
+        queues=frozenset(queue or ()),
+        tenants=None if tenant is None else (tenant,),
+        error_code=code,
+        fingerprint=fingerprint,
+        since=None if since is None else parse_time_or_age(since, "--since", now_ms),
+        until=None if until is None else parse_time_or_age(until, "--until", now_ms),
+        text=text,
+        statuses=frozenset(status or ()),
+    )

@@ -10,16 +10,16 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from holdfast.cli.event_view import iso
 from holdfast.cli.output import emit_rows
-from holdfast.cli.story import moment
-from holdfast.errors import AmbiguousId, Unknown, UnknownJob
-from holdfast.people.scope import scope
+from holdfast.errors import AmbiguousId, NotFound, UnknownJob
+from holdfast.operations.access import visible_tenants
 
 if TYPE_CHECKING:
-    # SQLAlchemy, which most commands do not need.
-    from holdfast.core.person import Person
-    from holdfast.ledger.queries import Queries
-    from holdfast.offices import Offices
+    from holdfast.core.principal import Principal
+    from holdfast.ledger.queries.jobs import Queries
+    from holdfast.operations.operations import Operations
+
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ _WHEN: Final = {"job": "created", "approval": "requested", "dead letter": "faile
 async def abbreviated(
     queries: Queries | None,
     noun: str,
-    person: Person,
+    person: Principal,
     text: str,
     act: Callable[[str], Awaitable[T]],
     *,
@@ -50,7 +50,7 @@ async def abbreviated(
     """
     try:
         return await act(text)
-    except (UnknownJob, Unknown):
+    except (UnknownJob, NotFound):
         found, advice = None, ""
         if queries is None:
             advice = "there is no ledger to find a prefix in, so give the whole id" if len(text) < _WHOLE else ""
@@ -59,11 +59,11 @@ async def abbreviated(
         else:
             found = await _only(queries, noun, person, text, queue, tenant)
         if found is None:
-            raise (UnknownJob(text, advice) if noun == "job" else Unknown(noun, text, advice)) from None
+            raise (UnknownJob(text, advice) if noun == "job" else NotFound(noun, text, advice)) from None
     return await act(found)
 
 
-async def whole_job_ids(offices: Offices, person: Person, ids: list[str], queue: str | None = None) -> list[str]:
+async def whole_job_ids(offices: Operations, person: Principal, ids: list[str], queue: str | None = None) -> list[str]:
     """These ids; one alone may be a prefix."""
     if len(ids) != 1:
         return ids
@@ -72,39 +72,39 @@ async def whole_job_ids(offices: Offices, person: Person, ids: list[str], queue:
         "job",
         person,
         ids[0],
-        lambda job_id: offices.operating.locate(person, job_id, queue),
+        lambda job_id: offices.operating.find(person, job_id, queue),
         queue=queue,
     )
     return [view.job_id]
 
 
-async def whole_dead_letter_ids(offices: Offices, person: Person, ids: list[str]) -> list[str]:
+async def whole_dead_letter_ids(offices: Operations, person: Principal, ids: list[str]) -> list[str]:
     """The same for dead letters."""
     if len(ids) != 1:
         return ids
-    letters = offices.letters
+    letters = offices.dead_letters
     letter = await abbreviated(
         queries_of(offices), "dead letter", person, ids[0], lambda dlq_id: letters.show(person, dlq_id)
     )
     return [letter.dlq_id]
 
 
-def queries_of(offices: Offices) -> Queries | None:
+def queries_of(offices: Operations) -> Queries | None:
     """The ledger's queries; None without a ledger."""
     return None if offices.ledger is None else offices.ledger.queries
 
 
 async def _only(
-    queries: Queries, noun: str, person: Person, prefix: str, queue: str | None, tenant: str | None
+    queries: Queries, noun: str, person: Principal, prefix: str, queue: str | None, tenant: str | None
 ) -> str | None:
     """The only id that begins so; None if there is none. Raises `AmbiguousId`."""
-    tenants = scope(person)
+    tenants = visible_tenants(person)
     if tenant is not None:
-        tenants = (tenant,) if person.sees(tenant) else ()
+        tenants = (tenant,) if person.can_see(tenant) else ()
     found = await queries.by_prefix(noun, prefix, tenants, queue, _LISTED + 1)
     if len(found) <= 1:
         return found[0].id if found else None
     listed = found[:_LISTED]
-    rows = [(one.id, one.task, one.state, moment(one.at) or "") for one in listed]
+    rows = [(one.id, one.task, one.state, iso(one.at) or "") for one in listed]
     emit_rows((noun, "task", "state", _WHEN[noun]), rows, empty="", texts=0, out=sys.stderr)
     raise AmbiguousId(noun, prefix, len(listed), more=len(found) > len(listed))

@@ -27,14 +27,14 @@ _HOMES: Final[Mapping[str, str]] = {
     "jobs": "jobs",
     "queues": "queues",
     "workers": "workers",
-    "dlq": "deciding",
+    "dlq": "dlq",
     "suspended": "suspended",
     "approvals": "approvals",
     "effects": "effects",
     "outbox": "outbox",
     "trigger": "trigger_replay",
-    "token": "tokens",
-    "log": "log",
+    "token": "access",
+    "log": "access",
     "migrate": "migrate",
     "doctor": "doctor",
     "verify": "verify",
@@ -58,7 +58,7 @@ def program(wanted: str = "") -> typer.Typer:
     app.callback()(_root)
     homes = {wanted: _HOMES[wanted]} if wanted in _HOMES else _HOMES
     for home in dict.fromkeys(homes.values()):
-        module = import_module(f"holdfast.cli.{home}")
+        module = import_module(f"holdfast.cli.commands.{home}")
         if hasattr(module, "register"):
             module.register(app)
         else:

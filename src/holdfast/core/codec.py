@@ -1,12 +1,13 @@
-"""JSON in and out, checked against a function's annotations. Never pickle.
+"""JSON encoding and decoding of arguments and results, checked against a function's annotations. Never pickle.
 
-On the wire a payload is a JSON object of keyword arguments; an array of positional ones is accepted too.
-Plain types, dataclasses, msgspec structs, TypedDicts, enums and pydantic models all work, nested or not.
+On the wire a payload is a JSON object of keyword arguments; an array of positional arguments is accepted too.
+Plain types, dataclasses, msgspec structs, TypedDicts, enums and pydantic models are supported, nested or not.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections.abc import Callable
 from typing import Any, Final
@@ -69,16 +70,16 @@ def decode_json(encoded: bytes, what: str) -> Any:
         raise InvalidPayload(f"{what} cannot be read as JSON: {exc}") from exc
 
 
-def fingerprint_json(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
     """JSON that is the same for equal values: keys sorted, and whatever is no JSON told by its type's name alone."""
     try:
         return _sorting_encoder.encode(value)
     except (TypeError, ValueError, RecursionError, OverflowError):
         if isinstance(value, list):
-            return b"[" + b",".join(fingerprint_json(item) for item in value) + b"]"
+            return b"[" + b",".join(canonical_json(item) for item in value) + b"]"
         if isinstance(value, dict):
             # Keys that are no text: by their `repr`, as JSON has none.
-            pairs = sorted((repr(key).encode(), fingerprint_json(item)) for key, item in value.items())
+            pairs = sorted((repr(key).encode(), canonical_json(item)) for key, item in value.items())
             return b"{" + b",".join(key + b":" + item for key, item in pairs) + b"}"
         return _sorting_encoder.encode(type(value).__qualname__)
 
@@ -187,3 +188,14 @@ def _field(task: str, parameter: inspect.Parameter, annotation: Any) -> Any:
         return (parameter.name, annotation)
     default = parameter.default
     return (parameter.name, annotation, msgspec.field(default_factory=lambda: default))
+
+
+_plain_encoder: Final = msgspec.json.Encoder()
+
+
+def to_json(value: Any) -> str:
+    try:
+        return _plain_encoder.encode(value).decode()
+    except UnicodeEncodeError:
+        # A lone surrogate: plain JSON escapes it.
+        return json.dumps(msgspec.to_builtins(value))

@@ -28,7 +28,7 @@ REMEMBERED_MOVES: Final = 30
 
 
 @dataclass(slots=True)
-class Story:
+class JobHistory:
     """What one job's events have said so far."""
 
     job_id: str
@@ -40,7 +40,7 @@ class Story:
     forks: int = 0
     restores: int = 0
     #: The last move gave the job back, so that its attempt may not have been used up.
-    given_back: bool = False
+    released: bool = False
     #: The last move was a fork: the engine's counts are those of an earlier point.
     forked: bool = False
     moves: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_MOVES))
@@ -49,7 +49,7 @@ class Story:
     def ended(self) -> bool:
         return self.state in FINAL
 
-    def read(self, event: Event, seq: int | None = None) -> list[str]:
+    def add(self, event: Event, seq: int | None = None) -> list[str]:
         """Follow the next event and say what is wrong with it. With a number, it must be the next one."""
         faults = []
         if seq is not None:
@@ -75,30 +75,30 @@ class Story:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class HistoryReport:
     """Every job's story, and everything that was wrong with them."""
 
-    stories: dict[str, Story]
+    histories: dict[str, JobHistory]
     faults: list[str]
 
     @property
     def open_jobs(self) -> list[str]:
-        return [job_id for job_id, story in self.stories.items() if not story.ended]
+        return [job_id for job_id, story in self.histories.items() if not story.ended]
 
 
-def read_history(events: Iterable[Event]) -> History:
+def read_history(events: Iterable[Event]) -> HistoryReport:
     """Follow each job through the events, in the order in which the feed gave them."""
-    stories: dict[str, Story] = {}
+    stories: dict[str, JobHistory] = {}
     faults: list[str] = []
     for event in events:
         if event.to_state is None and event.job_id not in stories:
             continue
-        story = stories.setdefault(event.job_id, Story(event.job_id))
-        faults += [f"{event.job_id}: {fault}" for fault in story.read(event)]
-    return History(stories, faults)
+        story = stories.setdefault(event.job_id, JobHistory(event.job_id))
+        faults += [f"{event.job_id}: {fault}" for fault in story.add(event)]
+    return HistoryReport(stories, faults)
 
 
-def check_history(events: Iterable[Event], *, ended: bool = False) -> History:
+def check_history(events: Iterable[Event], *, ended: bool = False) -> HistoryReport:
     """Raise `AssertionError` with every fault; with `ended`, a job that is still open is one too."""
     history = read_history(events)
     faults = history.faults
@@ -110,7 +110,7 @@ def check_history(events: Iterable[Event], *, ended: bool = False) -> History:
     return history
 
 
-def _faults(story: Story, event: Event, to_state: State) -> list[str]:
+def _faults(story: JobHistory, event: Event, to_state: State) -> list[str]:
     faults = []
     if story.ended:
         faults.append(f"{event.type} after it ended as {story.state}")
@@ -142,11 +142,11 @@ def _is_restore(from_state: State | None, to_state: State) -> bool:
     return from_state is to_state and to_state not in FINAL
 
 
-def _count_faults(story: Story, event: Event) -> list[str]:
+def _count_faults(story: JobHistory, event: Event) -> list[str]:
     if story.forked or event.type == FORKED_EVENT:
         return []
     faults = []
-    used = {story.attempt, story.attempt - 1} if story.given_back else {story.attempt}
+    used = {story.attempt, story.attempt - 1} if story.released else {story.attempt}
     expected = {number + 1 for number in used} if event.to_state is State.RUNNING else used
     if event.attempt not in expected:
         faults.append(f"{event.type} is attempt {event.attempt}, expected {sorted(expected)}")
@@ -158,13 +158,13 @@ def _count_faults(story: Story, event: Event) -> list[str]:
     return faults
 
 
-def _follow(story: Story, event: Event) -> None:
+def _follow(story: JobHistory, event: Event) -> None:
     forked, restored = event.type == FORKED_EVENT, event.type == RESTORED_EVENT
     released = event.from_state is State.RUNNING and event.to_state is State.QUEUED and not forked and not restored
     # A job that was given back and is moved again before it runs keeps the doubt about its last attempt; a fork says
     # outright in which attempt the engine is.
-    story.given_back = released or (story.given_back and event.to_state is not State.RUNNING and not forked)
-    if not (story.given_back and not released):
+    story.released = released or (story.released and event.to_state is not State.RUNNING and not forked)
+    if not (story.released and not released):
         story.attempt = event.attempt
     story.forked = forked
     story.forks += forked

@@ -1,6 +1,7 @@
-"""When a failed job runs again (requirements Y1, Y8, Y9).
+"""Retry policy for failed jobs (requirements Y1, Y8, Y9), and backoff for unreachable stores.
 
-`delay = min(cap, base · multiplier^(n−1)) + jitter`, n counting retries from 1, or a list of delays.
+`Retry`: `delay = min(cap, base · multiplier^(n−1)) + jitter`, n counting retries from 1, or a list of delays.
+`Backoff`: waits that grow up to a limit, spread at random so that processes do not retry at the same moment.
 """
 
 from __future__ import annotations
@@ -103,3 +104,28 @@ class Retry:
             return self.delays_ms[min(retry_count, len(self.delays_ms)) - 1] + jitter
         grown = self.base_ms * self.multiplier ** min(retry_count - 1, _MAX_EXPONENT)
         return int(min(self.cap_ms, grown)) + jitter
+
+
+_BASE_S: Final = 0.05
+_CAP_S: Final = 2.0
+_MAX_BACKOFF_EXPONENT: Final = 16
+
+
+class Backoff:
+    """Doubles from 50 ms to 2 s, each wait spread by ± 50 %, so that many workers do not return in step."""
+
+    def __init__(self, random: Random | None = None, *, base_s: float = _BASE_S, cap_s: float = _CAP_S) -> None:
+        self._random = random or Random()
+        self._base_s = base_s
+        self._cap_s = cap_s
+        self.failures = 0
+
+    def next_s(self) -> float:
+        """One more failure: wait this long."""
+        grown = min(self._cap_s, self._base_s * 2.0 ** min(self.failures, _MAX_BACKOFF_EXPONENT))
+        self.failures += 1
+        return grown * self._random.uniform(0.5, 1.5)
+
+    def reset(self) -> None:
+        """It worked."""
+        self.failures = 0

@@ -148,7 +148,7 @@ def event_for(from_state: State | None, to_state: State) -> str:
     return EVENTS_BY_MOVE.get((from_state, to_state)) or EVENTS[to_state]
 
 
-def chosen_event(from_state: State | None, to_state: State, wanted: str) -> str:
+def resolve_event(from_state: State | None, to_state: State, wanted: str) -> str:
     """The event of a move whose maker says what it means; `InvalidOption` if it can not mean that."""
     usual = event_for(from_state, to_state)
     if not wanted or wanted == usual:
@@ -158,7 +158,7 @@ def chosen_event(from_state: State | None, to_state: State, wanted: str) -> str:
     return wanted
 
 
-def mermaid() -> str:
+def mermaid_diagram() -> str:
     """The state diagram for the docs."""
     lines = ["stateDiagram-v2"]
     for state, targets in MOVES.items():

@@ -13,7 +13,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from holdfast.core.job import Ask, Attempt, Claim, Consent, Failure, Meta, remember
+from holdfast.core.job import Approval, ApprovalRequest, Attempt, Claim, Failure, Meta, append_attempt
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
 
@@ -34,10 +34,10 @@ CANCELLED: Final = "CANCELLED"
 GUARD_DENIED: Final = "GUARD_DENIED"
 APPROVAL_REJECTED: Final = "APPROVAL_REJECTED"
 APPROVAL_EXPIRED: Final = "APPROVAL_EXPIRED"
-GIVEN_UP_BY_OPERATOR: Final = "GIVEN_UP_BY_OPERATOR"
+DEAD_LETTERED_BY_OPERATOR: Final = "DEAD_LETTERED_BY_OPERATOR"
 
 
-class Kind(StrEnum):
+class FailureKind(StrEnum):
     """What sort of failure it was; decides whether a retry makes sense."""
 
     RETRYABLE = "retryable"
@@ -45,9 +45,9 @@ class Kind(StrEnum):
     #: A dependency is down: wait it out, no retry is used up (requirement Y8).
     UNAVAILABLE = "unavailable"
     #: The payload does not fit the task: always a dead letter (requirement Y7).
-    MISFIT = "misfit"
+    INVALID = "misfit"
     #: Only a person can say how it goes on: always suspended (requirements E2, E4).
-    UNDECIDED = "undecided"
+    IN_DOUBT = "undecided"
     #: A guard says no: always a dead letter, never a retry (requirement A1).
     DENIED = "denied"
 
@@ -71,13 +71,13 @@ class Returned(msgspec.Struct, frozen=True, gc=False):
 class Raised(msgspec.Struct, frozen=True):
     """The function raised, ran out of time, or could not be called."""
 
-    kind: Kind
+    kind: FailureKind
     failure: Failure
     #: As it was raised, for logs; None where there is none in this process.
     error: BaseException | None = None
 
 
-class GaveBack(msgspec.Struct, frozen=True):
+class Deferred(msgspec.Struct, frozen=True):
     """The attempt ended without an end: never started, or put to sleep until later."""
 
     message: str
@@ -86,14 +86,14 @@ class GaveBack(msgspec.Struct, frozen=True):
     started: bool = False
 
 
-class AskedApproval(msgspec.Struct, frozen=True):
+class ApprovalNeeded(msgspec.Struct, frozen=True):
     """The task, or a guard, wants a person to decide first."""
 
     message: str
-    ask: Ask | None = None
+    request: ApprovalRequest | None = None
 
 
-Outcome = Returned | Raised | GaveBack | AskedApproval
+Outcome = Returned | Raised | Deferred | ApprovalNeeded
 
 
 # Verdicts ------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Hold(msgspec.Struct, frozen=True):
     """running → waiting_approval."""
 
     message: str
-    ask: Ask | None = None
+    request: ApprovalRequest | None = None
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -161,7 +161,7 @@ class Settlement(msgspec.Struct, frozen=True, gc=False):
     finished_at_ms: int
 
 
-class Answer(StrEnum):
+class SettleResult(StrEnum):
     """What the engine says to a settlement."""
 
     #: It is so now.
@@ -184,9 +184,9 @@ def judge(
     match outcome:
         case Returned(result=result):
             return Succeed(result)
-        case GaveBack(message=message, delay_ms=delay_ms, started=started):
+        case Deferred(message=message, delay_ms=delay_ms, started=started):
             return Release(message, delay_ms, started)
-        case AskedApproval(message=message, ask=ask):
+        case ApprovalNeeded(message=message, request=ask):
             return Hold(message, ask)
         case Raised(kind=kind, failure=failure):
             return _judge_failure(claim, kind, failure, retry, on_exhausted, random, now_ms)
@@ -196,7 +196,7 @@ def judge(
 
 def _judge_failure(
     claim: Claim,
-    kind: Kind,
+    kind: FailureKind,
     failure: Failure,
     retry: Retry,
     on_exhausted: OnExhausted,
@@ -207,19 +207,19 @@ def _judge_failure(
     policy = meta.retry or retry
     max_retries = policy.max_retries if meta.max_retries is None else meta.max_retries
     match kind:
-        case Kind.MISFIT | Kind.DENIED:
+        case FailureKind.INVALID | FailureKind.DENIED:
             return DeadLetter(failure)
-        case Kind.UNDECIDED:
+        case FailureKind.IN_DOUBT:
             return Suspend(failure)
-        case Kind.FATAL:
+        case FailureKind.FATAL:
             pass
-        case Kind.UNAVAILABLE:
+        case FailureKind.UNAVAILABLE:
             deadline_ms = policy.unavailable_deadline_ms
             waited_ms = now_ms() - meta.unavailable_since_ms if meta.unavailable_since_ms else 0
             if deadline_ms is None or waited_ms < deadline_ms:
                 return RetryLater(policy.delay_ms(meta.unavailable_count + 1, random), failure, counts=False)
             failure = msgspec.structs.replace(failure, code=UNAVAILABLE_TOO_LONG)
-        case Kind.RETRYABLE:
+        case FailureKind.RETRYABLE:
             if meta.retry_count < max_retries:
                 return RetryLater(policy.delay_ms(meta.retry_count + 1, random), failure)
         case _:
@@ -256,8 +256,8 @@ def advance(claim: Claim, verdict: Verdict, finished_at_ms: int) -> Meta:
         retry_count=retry_count,
         unavailable_count=unavailable_count,
         unavailable_since_ms=unavailable_since_ms,
-        history=remember(meta.history, attempt),
-        ask=verdict.ask if isinstance(verdict, Hold) else None,
+        history=append_attempt(meta.history, attempt),
+        ask=verdict.request if isinstance(verdict, Hold) else None,
     )
 
 
@@ -268,7 +268,7 @@ def waits_for(state: State, meta: Meta, approval_id: str) -> bool:
     return state is State.WAITING_APPROVAL and meta.ask is not None and meta.ask.approval_id == approval_id
 
 
-def answered(meta: Meta, consent: Consent | None) -> Meta:
+def with_approval(meta: Meta, consent: Approval | None) -> Meta:
     """A job that leaves `waiting_approval`: with people's yes, or without (its question is void)."""
     ask = meta.ask
     # A yes to another question (an older one, told twice) is none to this: it is asked again.
@@ -279,7 +279,7 @@ def answered(meta: Meta, consent: Consent | None) -> Meta:
     return msgspec.structs.replace(meta, ask=None, consents={**(meta.consents or {}), ask.name: consent})
 
 
-def resumed(meta: Meta) -> Meta:
+def with_retries_reset(meta: Meta) -> Meta:
     """A suspended job that an operator sends back to work: counting starts again, history stays (requirement D6)."""
     return msgspec.structs.replace(meta, retry_count=0, lost_leases=0, unavailable_count=0, unavailable_since_ms=0)
 
@@ -288,7 +288,7 @@ def resumed(meta: Meta) -> Meta:
 _ANSWERS: Final = {"approval.rejected": APPROVAL_REJECTED, "approval.expired": APPROVAL_EXPIRED}
 
 
-def by_operator(to: State, actor: str, reason: str, event: str = "") -> Failure:
+def operator_failure(to: State, actor: str, reason: str, event: str = "") -> Failure:
     """The failure of a job that a person ended; `event` is what the move means, if it can mean several things."""
-    code = _ANSWERS.get(event, CANCELLED) if to is State.CANCELLED else GIVEN_UP_BY_OPERATOR
+    code = _ANSWERS.get(event, CANCELLED) if to is State.CANCELLED else DEAD_LETTERED_BY_OPERATOR
     return Failure(code, f"{reason or 'no reason given'} (by {actor})")

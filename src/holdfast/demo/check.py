@@ -10,7 +10,7 @@ from typing import Final
 from rich.table import Table
 
 from holdfast import State
-from holdfast.core.job import Event, JobView
+from holdfast.core.job import Event, JobInfo
 from holdfast.engine.port import Engine
 
 FINAL_EVENTS: Final = ("task.succeeded", "task.failed", "task.cancelled")
@@ -62,16 +62,16 @@ async def read_events(engine: Engine, queues: Sequence[str]) -> dict[str, list[E
     """The whole feed, by job."""
     events: dict[str, list[Event]] = defaultdict(list)
     for queue in queues:
-        entries = await engine.feed(queue, "", 100)
+        entries = await engine.read_feed(queue, "", 100)
         while entries:
             for event in (event for entry in entries for event in entry.events):
                 events[event.job_id].append(event)
             # A read begins at the entry that was read last.
-            entries = (await engine.feed(queue, entries[-1].position, 100))[1:]
+            entries = (await engine.read_feed(queue, entries[-1].position, 100))[1:]
     return events
 
 
-def compare(job: Expected, view: JobView | None, events: list[Event]) -> tuple[str, list[str]]:
+def compare(job: Expected, view: JobInfo | None, events: list[Event]) -> tuple[str, list[str]]:
     """What was seen, in words, and what is wrong with it."""
     if view is None:
         return "gone", ["the engine does not know it"]

@@ -10,7 +10,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from holdfast import AskPeople, Context, Fatal, Holdfast, Retry
+from holdfast import Context, Fatal, Holdfast, RequireApproval, Retry
 
 app = Holdfast()
 
@@ -20,7 +20,7 @@ PATIENT = Retry(max_retries=3, base=0.2, cap=1, jitter=0.1)
 
 #: Nobody gives away more than 100.00 without a second look.
 app.guard.rule(
-    "large refunds", task="refund", when=lambda args: args["cents"] > 10_000, then=AskPeople("more than 100.00")
+    "large refunds", task="refund", when=lambda args: args["cents"] > 10_000, then=RequireApproval("more than 100.00")
 )
 
 

@@ -1,6 +1,7 @@
-"""Where the demo runs: a temporary folder with its own store, which no setting of this machine reaches.
+"""The demo's temporary folder and store, and its `holdfast worker` and command processes.
 
-Its workers and commands are child processes and inherit the folder and the settings.
+The sandbox replaces all `HOLDFAST_*` variables and the working directory; child processes inherit both. Workers are
+real `holdfast worker` processes, as in production.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -97,3 +99,61 @@ async def _wait(process: asyncio.subprocess.Process, end: Coroutine[Any, Any, T]
         if process.returncode is None:
             process.terminate()
             await process.wait()
+
+
+APP: Final = "holdfast.demo.orders:app"
+DRAINED_WITHIN_S: Final = 40
+
+
+class Workers:
+    """Starts them by name, kills one, ends them all when the block is left, however it is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.ended_badly: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, name: str) -> None:
+        command = [sys.executable, "-m", "holdfast", "worker", APP, "--name", name]
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def kill(self, incarnation: str) -> str:
+        """kill -9 for the worker of this incarnation; returns its name."""
+        name = next(name for name in self._processes if name in incarnation)
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
+        return name
+
+    def check(self) -> None:
+        """A worker that ended by itself is a bug: show its log."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise SystemExit(f"worker {name} ended with {process.returncode}:\n{self._log(name)}")
+
+    def stop(self) -> None:
+        """Drain them all: SIGTERM, and only if that does not help, kill."""
+        for process in self._processes.values():
+            process.terminate()
+        for name, process in self._processes.items():
+            if _code(process) != 0:
+                self.ended_badly.append(f"worker {name} ended with {process.returncode}:\n{self._log(name)}")
+        self._processes.clear()
+
+    def _log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text(errors="replace")[-3000:]
+
+
+def _code(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(timeout=DRAINED_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

@@ -1,8 +1,12 @@
-"""What happens in the demo: submissions of every kind, live progress, a kill, people, the reckoning."""
+"""The steps of the demo: submissions, live progress, a killed worker, operators, the final check.
+
+Two principals take part: one approves a large refund, and discarding a dead letter needs both.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -13,21 +17,64 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdfast import Job, State
-from holdfast.core.job import JobView
+from holdfast.core.job import JobInfo
 from holdfast.core.states import FINAL
 from holdfast.demo import orders
 from holdfast.demo.check import Expected, check, summary
-from holdfast.demo.operators import Person, approve_a_refund, discard_a_letter
-from holdfast.demo.sandbox import run_holdfast
-from holdfast.demo.workers import Workers
+from holdfast.demo.sandbox import Workers, read_holdfast, run_holdfast
+
+console: Final = Console()
+
+
+class Person:
+    """Somebody with a token, at a terminal."""
+
+    def __init__(self, name: str, token: str) -> None:
+        self.name = name
+        self._token = token
+
+    @classmethod
+    async def hire(cls, name: str) -> Person:
+        """Made by whoever holds the store."""
+        return cls(name, await read_holdfast("token", "create", name, "--role", "admin", "--all-tenants"))
+
+    async def types(self, *words: str, fails: bool = False) -> None:
+        """Show the command and what it says; the demo ends if it does not succeed, or fail, as it should."""
+        console.print(f"\n[bold]{self.name} $[/bold] holdfast {_shown(words)}", highlight=False, soft_wrap=True)
+        code = await run_holdfast(*words, HOLDFAST_TOKEN=self._token)
+        if (code != 0) is not fails:
+            raise SystemExit(f"holdfast {words[0]} ended with {code}")
+
+
+async def approve_a_refund(ada: Person) -> Job[str]:
+    """A large refund waits for a person; the worker is free meanwhile."""
+    job = await orders.refund.submit(7, cents=25_000)
+    console.print(f"\na refund of 250.00 is [bold]{(await job.info()).state}[/bold]: a rule of the app asks people")
+    await ada.types("approvals", "list")
+    (waiting,) = json.loads(await read_holdfast("approvals", "list", "--json"))
+    await ada.types("approvals", "approve", waiting["approval_id"], "--reason", "the customer is right")
+    return job
+
+
+async def discard_a_letter(ada: Person, ben: Person) -> None:
+    """One asks, another confirms; the same person is refused."""
+    letters: list[dict[str, Any]] = json.loads(await read_holdfast("dlq", "list", "--task", "ship", "--json"))
+    dlq_id = letters[0]["dlq_id"]
+    await ada.types("dlq", "discard", dlq_id, "--reason", "there is no Atlantis")
+    await ada.types("dlq", "confirm", dlq_id, fails=True)
+    await ben.types("dlq", "confirm", dlq_id)
+    await ben.types("log", "--limit", "4")
+
+
+def _shown(words: tuple[str, ...]) -> str:
+    return " ".join(f"'{word}'" if " " in word else word for word in words)
+
 
 #: For slow machines; a stuck one must not hang for ever.
 DEADLINE_S: Final = 120
 LOOK_S: Final = 0.1
 DELAY_S: Final = 3
 QUEUES: Final = ("default", "reports")
-
-console: Final = Console()
 T = TypeVar("T")
 
 
@@ -36,7 +83,7 @@ async def play(folder: Path) -> int:
     async with orders.app as app:
         for queue in QUEUES:
             # A registered reader: from now on the feed keeps every event, for the reckoning at the end.
-            await app.engine.register_reader(queue)
+            await app.engine.attach_reader(queue)
         with Workers(folder) as workers:
             expected = await submit_orders()
             console.print(f"submitted {len(expected)} jobs to {app.settings.url}; now two workers start")
@@ -82,7 +129,7 @@ async def submit_orders() -> list[Expected]:
     expected += group("fatal: no retry", [await orders.ship.submit(8, "Atlantis")], State.FAILED)
     expected += group("same key submitted twice", [await submit_twice()])
     later = await orders.remind.options(delay=DELAY_S).submit(9)
-    due_at_ms = (await later.view()).created_at_ms + DELAY_S * 1000
+    due_at_ms = (await later.info()).created_at_ms + DELAY_S * 1000
     expected += group(f"delayed by {DELAY_S} s", [later], not_before_ms=due_at_ms)
     withdrawn = await orders.remind.options(delay=3600).submit(10)
     await withdrawn.cancel(reason="the customer withdrew")
@@ -101,7 +148,7 @@ async def submit_twice() -> Job[str]:
 async def kill_in_the_middle(workers: Workers) -> Expected:
     """A long job; the worker that runs it is killed, and the other one must finish it."""
     job = await orders.report.submit("May", pages=40)
-    running = await wait_until(workers, job.view, lambda view: view.state is State.RUNNING, "the report runs")
+    running = await wait_until(workers, job.info, lambda view: view.state is State.RUNNING, "the report runs")
     name = workers.kill(running.worker)
     lease_s = orders.app.settings.visibility_timeout_s
     console.print(f"[bold red]kill -9[/bold red] {name}, in the middle of the report; its lease lasts {lease_s:g} s")
@@ -138,9 +185,9 @@ async def all_finished(workers: Workers, expected: list[Expected]) -> None:
         await wait_until(workers, look, lambda ended: ended == len(expected), "all jobs have ended")
 
 
-async def views(expected: list[Expected]) -> list[tuple[Expected, JobView | None]]:
+async def views(expected: list[Expected]) -> list[tuple[Expected, JobInfo | None]]:
     """Each job as it is now."""
-    pairs: list[tuple[Expected, JobView | None]] = []
+    pairs: list[tuple[Expected, JobInfo | None]] = []
     for queue in QUEUES:
         jobs = [job for job in expected if job.queue == queue]
         pairs += zip(jobs, await orders.app.engine.get(queue, [job.job_id for job in jobs]), strict=True)

@@ -9,7 +9,7 @@ from holdfast._platform import unsupported
 if (_error := unsupported()) is not None:
     raise _error
 
-from holdfast.effects.effect import Check, Done, InDoubt, NotDone
+from holdfast.effects.functions import Check, Done, InDoubt, NotDone
 from holdfast.effects.keys_table import create_keys_table
 
 __all__ = ["Check", "Done", "InDoubt", "NotDone", "create_keys_table"]

@@ -1,4 +1,4 @@
-"""The table of keys in a database of the user's own, for `ctx.transaction`."""
+"""The table of effect keys in the user's own database, for `ctx.transaction`. Importing it does not load SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
     from sqlalchemy.schema import CreateIndex, CreateTable
+
 
 HOW_TO: Final = (
     "the database has no table idempotency_keys; create it with `holdfast effects create-table --database URL`, "
@@ -38,7 +39,7 @@ async def create_keys_table(database: Any) -> None:
 def _statements() -> list[CreateTable | CreateIndex]:
     from sqlalchemy.schema import CreateIndex, CreateTable
 
-    from holdfast.ledger.schema import idempotency_keys
+    from holdfast.schema import idempotency_keys
 
     indexes = sorted(idempotency_keys.indexes, key=lambda index: str(index.name))
     return [

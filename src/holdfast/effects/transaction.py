@@ -1,7 +1,8 @@
-"""An effect that is a write in the user's own database (requirement E3): key, write and result are one transaction.
+"""Effects in the user's own database (requirement E3): key, write and result in one transaction.
 
-Nothing is ever in doubt: either all of it is there, or nothing. A second caller meets the key at its unique index,
-waits there while the first one is at work, and gets its result.
+Such an effect is never in doubt: either all of it is committed or none of it. A second caller blocks on the unique
+index of the key while the first transaction is open, and then gets its result. The keys are in the table
+`idempotency_keys` of that database, which `create_keys_table` creates.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from sqlalchemy import exc as sqlalchemy_errors
@@ -21,11 +22,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, a
 
 from holdfast.core.codec import encode_json
 from holdfast.core.job import Claim
-from holdfast.effects.calls import decode_as, fingerprint, inside, name_of
-from holdfast.effects.effect import check_key
+from holdfast.effects.functions import arguments_fingerprint, check_key, decode_result, function_name, inside_step
 from holdfast.effects.keys_table import HOW_TO
 from holdfast.errors import EffectInDoubt, EffectMismatch, HoldfastError, Unavailable, UsageError
-from holdfast.ledger.schema import idempotency_keys as keys
+from holdfast.schema import idempotency_keys as keys
+
+if TYPE_CHECKING:
+    pass
+
 
 #: asyncpg's exceptions of a server that goes away, or takes no connections.
 _ASYNCPG_DOWN: Final = (
@@ -42,7 +46,7 @@ _ASYNCPG_UNUSABLE: Final = ("InterfaceError", "InternalClientError")
 Recorded = tuple[str, str | None, str, str]
 
 
-class Database(Protocol):
+class UserTransaction(Protocol):
     """One open transaction in the user's database. `handle` is what the user's function gets."""
 
     handle: Any
@@ -51,7 +55,7 @@ class Database(Protocol):
         """Whether the key was free. Waits while another transaction has it."""
         ...
 
-    async def look(self, tenant_id: str, key: str) -> Recorded | None: ...
+    async def get(self, tenant_id: str, key: str) -> Recorded | None: ...
     async def record(self, tenant_id: str, key: str, value: str) -> None: ...
 
 
@@ -65,23 +69,23 @@ async def transaction(
     kwargs: dict[str, Any],
 ) -> Any:
     """What the function returned, now or the first time."""
-    bound_to = (name_of(function), fingerprint(function, args, kwargs))
+    bound_to = (function_name(function), arguments_fingerprint(function, args, kwargs))
     row = _row(claim, check_key(key), bound_to)
     in_function = False
     try:
         async with _begun(database) as opened:
             while not await opened.reserve(row):
-                recorded = await opened.look(claim.tenant_id, key)
+                recorded = await opened.get(claim.tenant_id, key)
                 # None: it was deleted in this very moment, and is free again.
                 if recorded is not None:
-                    return decode_as(function, _value(key, recorded, bound_to))
+                    return decode_result(function, _value(key, recorded, bound_to))
             in_function = True
-            with inside("transaction"):
+            with inside_step("transaction"):
                 result = await _awaitable(function(opened.handle, *args, **kwargs), bound_to[0])
             in_function = False
             value = encode_json(result, f"the result of the transaction {key!r}", payload_limit)
             await opened.record(claim.tenant_id, key, value.decode())
-        return decode_as(function, value)
+        return decode_result(function, value)
     except HoldfastError:
         raise
     except Exception as exc:
@@ -151,7 +155,7 @@ def _is_of_asyncpg(error: BaseException, names: Sequence[str]) -> bool:
 
 
 @asynccontextmanager
-async def _begun(database: Any) -> AsyncIterator[Database]:
+async def _begun(database: Any) -> AsyncIterator[UserTransaction]:
     if isinstance(database, AsyncEngine):
         async with database.begin() as connection:
             yield _Sqlalchemy(connection)
@@ -182,7 +186,7 @@ def _is_asyncpg(database: Any) -> bool:
     return type(database).__module__.partition(".")[0] == "asyncpg"
 
 
-class _Sqlalchemy(Database):
+class _Sqlalchemy(UserTransaction):
     def __init__(self, handle: AsyncSession | AsyncConnection) -> None:
         self.handle = handle
 
@@ -196,7 +200,7 @@ class _Sqlalchemy(Database):
             raise UsageError(f"ctx.transaction works on PostgreSQL and SQLite, not on {dialect}")
         return (await self.handle.execute(statement)).scalar_one_or_none() is not None
 
-    async def look(self, tenant_id: str, key: str) -> Recorded | None:
+    async def get(self, tenant_id: str, key: str) -> Recorded | None:
         wanted = select(keys.c.state, keys.c.value, keys.c.function, keys.c.fingerprint).where(
             keys.c.tenant_id == tenant_id, keys.c.key == key
         )
@@ -231,7 +235,7 @@ _UPDATE: Final = (
 )
 
 
-class _Asyncpg(Database):
+class _Asyncpg(UserTransaction):
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
@@ -239,7 +243,7 @@ class _Asyncpg(Database):
         tag: str = await self.handle.execute(_INSERT, *(row[column] for column in _COLUMNS))
         return tag.endswith(" 1")
 
-    async def look(self, tenant_id: str, key: str) -> Recorded | None:
+    async def get(self, tenant_id: str, key: str) -> Recorded | None:
         row = await self.handle.fetchrow(_SELECT, tenant_id, key)
         return None if row is None else (row["state"], row["value"], row["function"], row["fingerprint"])
 

@@ -1,21 +1,100 @@
-"""The FastAPI application: the API by itself, or mounted in the user's own."""
+"""The FastAPI application, standalone or mounted in the user's, and dispatch from request to handler.
+
+`Endpoint` is plain ASGI. It checks the method, token, permission, headers, query and body before it calls the handler,
+and turns errors into problem responses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 
 from holdfast._version import __version__
 from holdfast.app import Holdfast
+from holdfast.errors import EngineUnavailable
 from holdfast.http import routes as _routes  # noqa: F401 - registers the operations
-from holdfast.http.dispatch import Endpoint, nothing_here
 from holdfast.http.openapi import document
-from holdfast.http.operation import OPERATIONS, Operation
-from holdfast.http.place import Place
+from holdfast.http.operation import (
+    OPERATIONS,
+    Call,
+    Operation,
+    QueryReader,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+    SlashRoute,
+    check_headers,
+    decode_body,
+    problem_reply,
+    read_body,
+)
+from holdfast.http.problems import MethodNotAllowed, NoSuchPath
 from holdfast.http.service import Service
+from holdfast.http.wire import NoQuery
+
+_NO_QUERY: Final = QueryReader(NoQuery)
+
+
+class Endpoint:
+    """All methods of one path."""
+
+    def __init__(self, service: Service, operations: Mapping[str, Operation]) -> None:
+        self._service = service
+        self._operations = operations
+        self._allowed = tuple(sorted(operations))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            operation = self._operations.get(scope["method"])
+            if operation is None:
+                raise MethodNotAllowed(scope["method"], self._allowed)
+            reply = await self._answer(operation, scope, receive, watched)
+        except asyncio.CancelledError:
+            # At the end of the service a request has so long, and no longer.
+            if started or not self._service.ending.is_set():
+                raise
+            reply = problem_reply(EngineUnavailable("the service is ending, and this took too long"), scope)
+        except Exception as exc:
+            if started:
+                raise
+            reply = problem_reply(exc, scope)
+        if reply is not None:
+            await reply.send(send)
+
+    async def _answer(self, operation: Operation, scope: Scope, receive: Receive, send: Send) -> Reply | None:
+        service = self._service
+        person = (
+            await service.authenticator.authenticate(scope)
+            if operation.permission is not None
+            else service.authenticator.nobody
+        )
+        if operation.permission is not None:
+            person.require(operation.permission)
+        if operation.all_tenants:
+            person.require_all_tenants(operation.summary)
+        check_headers(scope, operation.headers)
+        query = (operation.reader or _NO_QUERY).read(scope.get("query_string", b""))
+        body = None
+        if operation.decoder is not None:
+            body = decode_body(await read_body(scope, receive, service.body_limit), operation.decoder)
+        return await operation.handle(Call(service, person, scope, receive, send, query, body))
+
+
+async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    """For paths that nobody serves."""
+    await problem_reply(NoSuchPath(), scope).send(send)
 
 
 def create_api(
@@ -53,9 +132,9 @@ def create_api(
     by_path: dict[str, dict[str, Operation]] = {}
     for operation in OPERATIONS:
         by_path.setdefault(operation.path, {})[operation.method] = operation
-    api.router.routes[:] = [Place(path, Endpoint(service, each)) for path, each in by_path.items()]
+    api.router.routes[:] = [SlashRoute(path, Endpoint(service, each)) for path, each in by_path.items()]
     api.router.redirect_slashes = False
-    api.router.default = nothing_here
+    api.router.default = not_found
     return api
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Final
 
-from holdfast.http.asgi import Reply
+from holdfast.http.operation import Reply
 
 CONTENT_TYPE: Final = "text/html; charset=utf-8"
 _VOID: Final = frozenset({"link", "meta"})

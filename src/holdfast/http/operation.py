@@ -1,36 +1,268 @@
-"""What the API can do, one `Operation` each: the dispatcher serves them, the OpenAPI document lists them.
+"""API operations: `Operation`, `Call`, `Reply`, and reading of paths, headers, query strings and bodies.
 
-A handler gets a `Call` (who asks, and what, checked) and returns a `Reply`; it holds no logic of its own beyond
-translating between wire and offices.
+The dispatcher serves the registered operations and the OpenAPI document lists them. A handler gets a `Call` (principal
+and validated input) and returns a `Reply`; it only translates between the wire format and `Operations`.
+
+`SlashRoute` allows slashes in path parameters, because names of queues, tenants and jobs are any printable ASCII.
+
+A body is counted while it is received, so that one over the limit is refused early, and its depth is measured before it
+is parsed. Unknown fields and query parameters are refused: a misspelt filter must not return everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 import msgspec
+from msgspec import inspect
+from starlette.routing import Match, Route
 
-from holdfast.core.person import Person, Right
+from holdfast.core.principal import Permission, Principal
 from holdfast.errors import HoldfastError
-from holdfast.http.asgi import Receive, Reply, Scope, Send, header
-from holdfast.http.reading import QueryReader
+from holdfast.http.problems import (
+    CONTENT_TYPE,
+    BadRequest,
+    BodyTooLarge,
+    Unprocessable,
+    UnsupportedMediaType,
+    problem_of,
+)
 
 if TYPE_CHECKING:
     from holdfast.http.service import Service
 
 
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON: Final = "application/json"
+_NO_STORE: Final = (b"cache-control", b"no-store")
+_NO_SNIFF: Final = (b"x-content-type-options", b"nosniff")
+_encode: Final = msgspec.json.Encoder(decimal_format="number").encode
+
+
+class Reply:
+    """A whole answer. `value` is encoded as JSON unless it is bytes."""
+
+    __slots__ = ("body", "content_type", "headers", "status")
+
+    def __init__(
+        self,
+        value: Any,
+        status: int = 200,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        content_type: str = JSON,
+    ) -> None:
+        self.body: bytes = value if isinstance(value, bytes) else _encode(value)
+        self.status = status
+        self.headers = headers or []
+        self.content_type = content_type
+
+    async def send(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status,
+                "headers": [
+                    (b"content-type", self.content_type.encode()),
+                    (b"content-length", str(len(self.body)).encode()),
+                    _NO_STORE,
+                    _NO_SNIFF,
+                    *self.headers,
+                ],
+            }
+        )
+        await send({"type": "http.response.body", "body": self.body})
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The one header of that name; several are joined as HTTP says."""
+    found = [value for key, value in scope["headers"] if key == name]
+    return ", ".join(value.decode("latin-1") for value in found) if found else None
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Return when the client has left.
+
+    For a task of the caller's own. ASGI promises an awaitable and no more: what a server returns from `receive` may
+    look like a future and lack what `asyncio.gather` and others use (granian's does).
+    """
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+_SLASH: Final = re.compile(rb"%2f", re.IGNORECASE)
+#: Stands for an encoded slash while the path is taken apart. No name has it.
+_HELD: Final = "\ufdd0"
+
+
+class SlashRoute(Route):
+    """A route that tells `%2F`, which is part of a name, from `/`; servers hand both on as `/`."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        raw: bytes = scope.get("raw_path") or b""
+        if not _SLASH.search(raw):
+            return super().matches(scope)
+        path = unquote_to_bytes(_SLASH.sub(_HELD.encode(), raw.partition(b"?")[0])).decode("utf-8", "replace")
+        found, child = super().matches(dict(scope) | {"path": path})
+        parameters: dict[str, Any] = child.get("path_params", {})
+        for name, value in parameters.items():
+            parameters[name] = value.replace(_HELD, "/")
+        return found, child
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+#: Deeper JSON than this is nobody's arguments.
+MAX_DEPTH: Final = 64
+#: Also one that does not end, so that no quote inside of it is taken for the start of another: always one pass.
+_STRINGS: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+_NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+
+def check_headers(scope: Scope, known: Mapping[str, tuple[str, str]]) -> None:
+    """Header parameters, by name with description and pattern: those that are there must fit."""
+    for name, (_, pattern) in known.items():
+        text = header(scope, name.lower().encode())
+        if text is not None and not re.fullmatch(pattern, text):
+            raise Unprocessable(f"the header {name} does not fit: it must match {pattern}")
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The body, if it is JSON by its header and not too large."""
+    kind = header(scope, b"content-type")
+    if kind is None or kind.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMediaType
+    announced = header(scope, b"content-length")
+    if announced is not None and announced.isdecimal() and int(announced) > limit:
+        raise BodyTooLarge(limit)
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if not message.get("more_body"):
+        if len(body) > limit:
+            raise BodyTooLarge(limit)
+        return body
+    parts, size = [body], len(body)
+    while message.get("more_body"):
+        message = await receive()
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise BodyTooLarge(limit)
+    return b"".join(parts)
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[S]) -> S:
+    """The body as its structure says."""
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and too_deep(body):
+        raise Unprocessable(f"the body is nested more than {MAX_DEPTH} levels deep")
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as exc:
+        raise Unprocessable(f"the body does not fit: {exc}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadRequest(f"the body is no JSON: {exc}") from exc
+
+
+def raw_arguments(raw: msgspec.Raw) -> bytes:
+    """A task's arguments, byte for byte as they came: by name, as the document says."""
+    arguments = bytes(raw)
+    if arguments.lstrip()[:1] != b"{":
+        raise Unprocessable("the body does not fit: Expected `object` - at `$.payload`")
+    return arguments
+
+
+def too_deep(body: bytes) -> bool:
+    """Whether brackets are nested deeper than `MAX_DEPTH`. Every pass takes the innermost pairs away."""
+    brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        # Siblings: what is left between pairs that have gone is the level above.
+    return bool(brackets)
+
+
+class QueryReader:
+    """Reads the query string into one kind of struct."""
+
+    def __init__(self, kind: type[msgspec.Struct]) -> None:
+        self.kind = kind
+        info = inspect.type_info(kind)
+        assert isinstance(info, inspect.StructType)
+        self._fields = {field.encode_name: _plain(field.type) for field in info.fields}
+
+    def read(self, raw: bytes) -> Any:
+        """Raises `Unprocessable` for what is unknown, given twice or does not fit."""
+        if not raw:
+            return self._convert({})
+        try:
+            pairs = parse_qsl(raw.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=100)
+        except ValueError as exc:
+            raise Unprocessable("the query string cannot be read") from exc
+        values: dict[str, Any] = {}
+        for name, text in pairs:
+            field = self._fields.get(name)
+            if field is None:
+                known = ", ".join(self._fields) or "none"
+                raise Unprocessable(f"there is no parameter {name[:100]!r} here (known: {known})")
+            if isinstance(field, inspect.CollectionType):
+                values.setdefault(name, []).append(_scalar(name, text, _plain(field.item_type)))
+            elif name in values:
+                raise Unprocessable(f"the parameter {name} is given twice")
+            else:
+                values[name] = _scalar(name, text, field)
+        return self._convert(values)
+
+    def _convert(self, values: dict[str, Any]) -> Any:
+        try:
+            return msgspec.convert(values, self.kind)
+        except msgspec.ValidationError as exc:
+            raise Unprocessable(f"the parameters do not fit: {exc}") from exc
+
+
+def _plain(kind: inspect.Type) -> inspect.Type:
+    """What a parameter is when it is there."""
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        kinds = [_plain(each) for each in kind.types if not isinstance(each, inspect.NoneType)]
+        return kinds[0]
+    return kind
+
+
+def _scalar(name: str, text: str, kind: inspect.Type) -> Any:
+    match kind:
+        case inspect.BoolType() if text in ("true", "false"):
+            return text == "true"
+        case inspect.IntType() if _INTEGER.fullmatch(text):
+            return int(text)
+        case inspect.FloatType() if _NUMBER.fullmatch(text):
+            return float(text)
+        case inspect.BoolType() | inspect.IntType() | inspect.FloatType():
+            wanted = type(kind).__name__.removesuffix("Type").lower()
+            raise Unprocessable(f"the parameter {name} is no {wanted}: {text[:100]!r}")
+        case _:
+            return text
+
+
 class Call:
     """One request that is allowed and well formed."""
 
-    __slots__ = ("body", "path", "person", "query", "receive", "scope", "send", "service")
+    __slots__ = ("body", "path", "principal", "query", "receive", "scope", "send", "service")
 
     def __init__(
-        self, service: Service, person: Person, scope: Scope, receive: Receive, send: Send, query: Any, body: Any
+        self, service: Service, person: Principal, scope: Scope, receive: Receive, send: Send, query: Any, body: Any
     ) -> None:
         self.service = service
-        self.person = person
+        self.principal = person
         self.scope = scope
         self.receive = receive
         self.send = send
@@ -48,7 +280,7 @@ Decorator = Callable[[Handler], Handler]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ResponseSpec:
     """A good answer, for the OpenAPI document."""
 
     description: str
@@ -72,8 +304,8 @@ class Operation:
     description: str
     handle: Handler
     #: None: open to everybody.
-    right: Right | None
-    answers: Mapping[int, Answer]
+    permission: Permission | None
+    responses: Mapping[int, ResponseSpec]
     errors: tuple[type[HoldfastError], ...] = ()
     query: type[msgspec.Struct] | None = None
     body: type[msgspec.Struct] | None = None
@@ -96,8 +328,8 @@ def operation(
     operation_id: str,
     *,
     tag: str,
-    answers: Mapping[int, Answer],
-    right: Right | None = Right.READ,
+    answers: Mapping[int, ResponseSpec],
+    right: Permission | None = Permission.READ,
     query: type[msgspec.Struct] | None = None,
     body: type[msgspec.Struct] | None = None,
     **more: Any,
@@ -115,8 +347,8 @@ def operation(
                 summary=summary.rstrip("."),
                 description=" ".join(description.split()),
                 handle=handle,
-                right=right,
-                answers=answers,
+                permission=right,
+                responses=answers,
                 query=query,
                 body=body,
                 reader=QueryReader(query) if query is not None else None,
@@ -127,3 +359,9 @@ def operation(
         return handle
 
     return register
+
+
+def problem_reply(error: Exception, scope: Scope) -> Reply:
+    """The answer to an error."""
+    problem, headers = problem_of(error, quote(scope.get("path", ""), safe="/:@"))
+    return Reply(problem, problem.status, headers, CONTENT_TYPE)

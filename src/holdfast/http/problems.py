@@ -109,12 +109,12 @@ _TABLE: Final[tuple[tuple[type[errors.HoldfastError], int, str], ...]] = (
     (errors.GuardFailed, 503, "a guard could not look at this job, so it may not pass; try again"),
     (errors.Unauthorized, 401, ""),
     (errors.Forbidden, 403, ""),
-    (errors.Unknown, 404, ""),
+    (errors.NotFound, 404, ""),
     (errors.Conflict, 409, ""),
     (errors.TransitionInvalid, 409, ""),
     (errors.StaleLease, 409, ""),
     (errors.FeedFull, 503, "the queue takes no new jobs: its ledger is behind; try again"),
-    (errors.FeedUnread, 503, "the queue takes no new jobs: its ledger is not ready; try again"),
+    (errors.FeedDetached, 503, "the queue takes no new jobs: its ledger is not ready; try again"),
     (errors.IntakeRefused, 429, ""),
     (errors.NotDurableYet, 503, ""),
     (errors.SchemaMismatch, 503, "the ledger is of another release; whoever runs this service knows what to do"),
@@ -150,7 +150,7 @@ TITLES: Final = {
 _WAIT: Final = frozenset({429, 503})
 
 
-class PayloadMisfit(HttpError):
+class PayloadRejected(HttpError):
     """An edited payload that the letter's task cannot be called with."""
 
     status = 409

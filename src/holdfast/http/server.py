@@ -12,9 +12,9 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from holdfast.aio import stop_accepting
 from holdfast.http.service import Service
-from holdfast.http.streams import ABORT
-from holdfast.listening import stop_accepting
+from holdfast.http.sse import ABORT
 
 #: How long requests that are on their way may take at the end.
 _GRACE_S: Final = 10

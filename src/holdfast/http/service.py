@@ -20,24 +20,24 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.app import Holdfast
-from holdfast.core.backoff import Backoff
 from holdfast.core.job import DEFAULT_QUEUE
-from holdfast.core.person import Person
+from holdfast.core.principal import Principal
+from holdfast.core.retry import Backoff
 from holdfast.errors import EngineUnavailable, NoLedger
 from holdfast.http.api_docs import render
-from holdfast.http.gate import DevGate, Gate
+from holdfast.http.auth import Authenticator, DevAuthenticator
+from holdfast.http.debug_run import DebugRunner
+from holdfast.http.event_hub import EventHub
 from holdfast.http.html import Html
-from holdfast.http.hub import Hub
 from holdfast.http.openapi import document
 from holdfast.http.operation import OPERATIONS
-from holdfast.http.running import Bench
-from holdfast.http.tides import Tides
-from holdfast.ledger.queries import Queries
-from holdfast.offices import Offices
+from holdfast.http.sse import LedgerWatch
+from holdfast.ledger.queries.jobs import Queries
+from holdfast.operations.operations import Operations
 from holdfast.settings import Settings
-from holdfast.upkeep.relaying import relaying
+from holdfast.upkeep.relay_service import run_relay
 from holdfast.upkeep.upkeep import Upkeep
-from holdfast.worker.postman import delivering
+from holdfast.worker.webhook_worker import run_webhook_worker
 from holdfast.worker.worker import Worker
 
 _log: Final = logging.getLogger("holdfast.http")
@@ -62,15 +62,15 @@ class Service:
         self.body_limit = settings.http_body_limit
         self.run_endpoint = settings.run_endpoint if run_endpoint is None else run_endpoint
         self.metrics_open = settings.metrics_open
-        self.gate: Gate = (DevGate if dev else Gate)(self)
+        self.authenticator: Authenticator = (DevAuthenticator if dev else Authenticator)(self)
         self.worker = Worker(app, queues=queues_of(app), upkeep=upkeep) if worker else None
         self._with_upkeep = upkeep and not worker
-        self._offices: Offices | None = None
+        self._offices: Operations | None = None
         #: The process is about to end: whoever waits is told now what there is.
         self.ending = asyncio.Event()
         self._opened = asyncio.Event()
-        self._hub: Hub | None = None
-        self._tides: Tides | None = None
+        self._hub: EventHub | None = None
+        self._tides: LedgerWatch | None = None
         self._documents: dict[bool, dict[str, Any]] = {}
         self._docs: dict[bool, Html] = {}
         self._ending_streams: asyncio.Task[None] | None = None
@@ -78,7 +78,7 @@ class Service:
     # What handlers ask for ---------------------------------------------------------------------------
 
     @property
-    def offices(self) -> Offices:
+    def operations(self) -> Operations:
         """Raises `EngineUnavailable` while the engine has not been reached yet."""
         if self._offices is None:
             raise EngineUnavailable("the service has not reached its engine yet")
@@ -87,36 +87,36 @@ class Service:
     @property
     def queries(self) -> Queries:
         """The ledger's answers. Raises `NoLedger`."""
-        ledger = self.offices.ledger
+        ledger = self.operations.ledger
         if ledger is None:
             raise NoLedger("a list of jobs")
         return ledger.queries
 
     @property
-    def hub(self) -> Hub:
+    def hub(self) -> EventHub:
         """Where event streams come from."""
         if self._hub is None:
-            self._hub = Hub(self.offices.engine, _key_of(self.app.settings))
+            self._hub = EventHub(self.operations.engine, _key_of(self.app.settings))
         return self._hub
 
     @property
-    def tides(self) -> Tides:
+    def ledger_watch(self) -> LedgerWatch:
         """Who waits for the ledger to follow the feeds. Raises `NoLedger`."""
         if self._tides is None:
-            ledger = self.offices.ledger
+            ledger = self.operations.ledger
             if ledger is None:
                 raise NoLedger("the story of a job")
-            self._tides = Tides(ledger.projection)
+            self._tides = LedgerWatch(ledger.projection)
         return self._tides
 
     @cached_property
-    def bench(self) -> Bench:
+    def debug_runner(self) -> DebugRunner:
         """Where single jobs are run."""
-        return Bench(self.app)
+        return DebugRunner(self.app)
 
     def check_open(self) -> None:
         """Raises `EngineUnavailable` while the engine has not been reached yet."""
-        assert self.offices is not None
+        assert self.operations is not None
 
     def document(self, *, with_tasks: bool) -> dict[str, Any]:
         """The OpenAPI document."""
@@ -127,7 +127,7 @@ class Service:
     def docs(self, *, with_tasks: bool) -> Html:
         """The OpenAPI document as markup."""
         if with_tasks not in self._docs:
-            with_token = not isinstance(self.gate, DevGate)
+            with_token = not isinstance(self.authenticator, DevAuthenticator)
             self._docs[with_tasks] = render(self.document(with_tasks=with_tasks), with_token=with_token)
         return self._docs[with_tasks]
 
@@ -144,9 +144,9 @@ class Service:
         if self._tides is not None:
             await self._tides.close()
 
-    async def verify(self, text: str) -> Person:
+    async def verify(self, text: str) -> Principal:
         """Whose token it is (see `people.tokens`)."""
-        return await self.offices.tokens.verify(text)
+        return await self.operations.tokens.verify(text)
 
     # Life ------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Service:
                 _log.error("the engine cannot be reached, requests get a 503 until it can: %s", exc)
                 await asyncio.sleep(backoff.next_s())
             else:
-                self._offices = Offices.of(self.app)
+                self._offices = Operations.for_app(self.app)
                 self._opened.set()
                 return
 
@@ -190,10 +190,10 @@ class Service:
         await self._opened.wait()
         app = self.app
         async with (
-            delivering(app.engine, app.ledger_port, app.settings),
-            relaying(app, wanted=app.settings.outbox_relay),
+            run_webhook_worker(app.engine, app.ledger_backend, app.settings),
+            run_relay(app, wanted=app.settings.outbox_relay),
         ):
-            await Upkeep(app.engine, [], app.settings, app.ledger_port).run()
+            await Upkeep(app.engine, [], app.settings, app.ledger_backend).run()
 
     async def _end(self, helpers: list[asyncio.Task[object]]) -> None:
         if self.worker is not None:

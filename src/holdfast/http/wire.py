@@ -1,6 +1,7 @@
-"""What goes over the wire, as msgspec structs: they check requests, encode answers, and are the document's schemas.
+"""Request and response structs of the HTTP API.
 
-Requests refuse fields that they do not know. Instants are RFC 3339 in UTC.
+The msgspec structs validate requests, encode responses and are the schemas of the OpenAPI document. Requests with
+unknown fields are refused. Instants are RFC 3339 in UTC.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from holdfast.core.job import Event, Failure, JobView, Priority
+from holdfast.core.job import Event, Failure, JobInfo, Priority
 from holdfast.core.states import State
-from holdfast.ledger import cursors, listing, paging
-from holdfast.ledger.records import EventRow, JobRow
+from holdfast.ledger.queries import job_list, paging
+from holdfast.ledger.queries.records import EventRow, JobRow
+from holdfast.operations.bulk import BulkReport
 
 #: Queues, tenants, tasks: printable ASCII without blanks and braces.
 NAME_PATTERN: Final = r"^[!-z|~]{1,200}$"
@@ -32,19 +34,19 @@ Limit = Annotated[int, Meta(ge=1, le=1_000)]
 Cursor = Annotated[
     str,
     Meta(
-        pattern=cursors.pattern_of(paging.CURSOR_NAMES),
+        pattern=paging.cursor_pattern(paging.CURSOR_NAMES),
         max_length=4_000,
         description="As the page before gave it.",
-        examples=[cursors.written(1_790_000_000_000_000, "01a1e0a3", "acme")],
+        examples=[paging.encode_cursor(1_790_000_000_000_000, "01a1e0a3", "acme")],
     ),
 ]
 JobCursor = Annotated[
     str,
     Meta(
-        pattern=cursors.pattern_of(listing.CURSOR_NAMES),
+        pattern=paging.cursor_pattern(job_list.CURSOR_NAMES),
         max_length=4_000,
         description="As the page before gave it.",
-        examples=[cursors.written(1_790_000_000_000_000, "01a1e0a3", "default", "acme")],
+        examples=[paging.encode_cursor(1_790_000_000_000_000, "01a1e0a3", "default", "acme")],
     ),
 ]
 Text = Annotated[str, Meta(min_length=1, max_length=1_000)]
@@ -66,21 +68,21 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _PRIORITIES: Final[dict[int, PriorityName]] = {Priority.HIGH: "high", Priority.NORMAL: "normal", Priority.LOW: "low"}
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything that callers send."""
 
 
-class NoQuery(Request, frozen=True, kw_only=True):
+class NoQuery(RequestBase, frozen=True, kw_only=True):
     """No parameters."""
 
 
-class Wish(Request, frozen=True, kw_only=True):
+class ReasonRequest(RequestBase, frozen=True, kw_only=True):
     """Why an operator does something."""
 
     reason: Reason
 
 
-class QueueQuery(Request, frozen=True, kw_only=True):
+class QueueQuery(RequestBase, frozen=True, kw_only=True):
     """Which of several jobs of one id."""
 
     queue: Annotated[str | None, Meta(description="The job's queue, where several share the id.")] = None
@@ -89,7 +91,7 @@ class QueueQuery(Request, frozen=True, kw_only=True):
 # Jobs --------------------------------------------------------------------------------------------------
 
 
-class Submission(Request, frozen=True, kw_only=True):
+class SubmitRequest(RequestBase, frozen=True, kw_only=True):
     """One job to be made."""
 
     task: Name
@@ -107,25 +109,25 @@ class Submission(Request, frozen=True, kw_only=True):
     webhook_url: WebhookUrl | UnsetType = UNSET
 
 
-class BulkItem(Submission, frozen=True, kw_only=True):
+class BulkSubmitItem(SubmitRequest, frozen=True, kw_only=True):
     """One job of many."""
 
     idempotency_key: Key | UnsetType = UNSET
 
 
-class BulkSubmission(Request, frozen=True, kw_only=True):
+class BulkSubmitRequest(RequestBase, frozen=True, kw_only=True):
     """Many jobs to be made."""
 
-    jobs: Annotated[list[BulkItem], Meta(min_length=1, max_length=1_000)]
+    jobs: Annotated[list[BulkSubmitItem], Meta(min_length=1, max_length=1_000)]
 
 
-class SubmitQuery(Request, frozen=True, kw_only=True):
+class SubmitQuery(RequestBase, frozen=True, kw_only=True):
     """Whether to wait."""
 
     wait: Annotated[float, Meta(ge=0, le=60, description="Wait up to so many seconds for the job's end.")] = 0
 
 
-class JobError(msgspec.Struct, frozen=True, kw_only=True):
+class JobErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Why a job did not succeed, or not yet."""
 
     code: str
@@ -133,7 +135,7 @@ class JobError(msgspec.Struct, frozen=True, kw_only=True):
     type: str = ""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A job at one moment."""
 
     job_id: str
@@ -151,11 +153,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     next_attempt_at: datetime | None = None
     finished_at: datetime | None = None
     worker: str = ""
-    error: JobError | None = None
+    error: JobErrorResponse | None = None
     dlq_id: str | None = None
 
 
-class JobDetail(Job, frozen=True, kw_only=True):
+class JobDetailResponse(JobResponse, frozen=True, kw_only=True):
     """A job with what it carries."""
 
     payload: Any
@@ -164,7 +166,7 @@ class JobDetail(Job, frozen=True, kw_only=True):
     submitted_by: str = ""
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+class SubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A submission that is safe."""
 
     job_id: str
@@ -175,30 +177,30 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     location: str
 
 
-class BulkError(msgspec.Struct, frozen=True, kw_only=True):
+class BulkSubmitError(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     detail: str
     status: int
 
 
-class BulkResult(msgspec.Struct, frozen=True, kw_only=True):
+class BulkSubmitResult(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one of many: a job, or an error."""
 
     job_id: str | None = None
     queue: str | None = None
     duplicate: bool = False
-    error: BulkError | None = None
+    error: BulkSubmitError | None = None
 
 
-class BulkAccepted(msgspec.Struct, frozen=True, kw_only=True):
+class BulkSubmitResponse(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of the request."""
 
     accepted: int
     refused: int
-    results: list[BulkResult]
+    results: list[BulkSubmitResult]
 
 
-class PageQuery(Request, frozen=True, kw_only=True):
+class PageQuery(RequestBase, frozen=True, kw_only=True):
     """A page of a list."""
 
     limit: Limit = 50
@@ -220,14 +222,14 @@ class JobQuery(PageQuery, frozen=True, kw_only=True):
     idempotency_key: Exactly | None = None
 
 
-class JobPage(msgspec.Struct, frozen=True, kw_only=True):
+class JobListResponse(msgspec.Struct, frozen=True, kw_only=True):
     """While there is a cursor there may be more."""
 
-    jobs: list[Job]
+    jobs: list[JobResponse]
     cursor: str | None
 
 
-class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
+class JobEventResponse(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a job's story."""
 
     type: str
@@ -245,10 +247,10 @@ class JobEvent(msgspec.Struct, frozen=True, kw_only=True):
     data: Any = None
 
 
-class JobEvents(msgspec.Struct, frozen=True, kw_only=True):
+class JobEventsResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A job's story so far."""
 
-    events: list[JobEvent]
+    events: list[JobEventResponse]
 
 
 # Translations ------------------------------------------------------------------------------------------
@@ -270,10 +272,10 @@ def plain(encoded: bytes | None) -> Any:
     return Raw(encoded)
 
 
-def job_of_view(view: JobView) -> JobDetail:
+def job_of_view(view: JobInfo) -> JobDetailResponse:
     """A job as the engine has it."""
     meta = view.meta
-    return JobDetail(
+    return JobDetailResponse(
         job_id=view.job_id,
         task=view.task,
         queue=view.queue,
@@ -298,12 +300,12 @@ def job_of_view(view: JobView) -> JobDetail:
     )
 
 
-def job_of_row(row: JobRow) -> Job:
+def job_of_row(row: JobRow) -> JobResponse:
     """A job as the ledger's lists have it."""
     error = None
     if row.error_code is not None:
-        error = JobError(code=row.error_code, message=row.last_error or "")
-    return Job(
+        error = JobErrorResponse(code=row.error_code, message=row.last_error or "")
+    return JobResponse(
         job_id=row.job_id,
         task=row.job_type,
         queue=row.queue,
@@ -324,9 +326,9 @@ def job_of_row(row: JobRow) -> Job:
     )
 
 
-def event_of_row(row: EventRow) -> JobEvent:
+def event_of_row(row: EventRow) -> JobEventResponse:
     """A line of the story as the ledger has it."""
-    return JobEvent(
+    return JobEventResponse(
         type=row.type,
         job_id=row.job_id,
         queue=row.queue,
@@ -343,9 +345,9 @@ def event_of_row(row: EventRow) -> JobEvent:
     )
 
 
-def event_of_feed(queue: str, event: Event) -> JobEvent:
+def event_of_feed(queue: str, event: Event) -> JobEventResponse:
     """The same as the engine's feed tells it."""
-    return JobEvent(
+    return JobEventResponse(
         type=event.type,
         job_id=event.job_id,
         queue=queue,
@@ -361,5 +363,45 @@ def event_of_feed(queue: str, event: Event) -> JobEvent:
     )
 
 
-def _error(failure: Failure | None) -> JobError | None:
-    return None if failure is None else JobError(code=failure.code, message=failure.message, type=failure.type)
+def _error(failure: Failure | None) -> JobErrorResponse | None:
+    return None if failure is None else JobErrorResponse(code=failure.code, message=failure.message, type=failure.type)
+
+
+class BulkItemResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one."""
+
+    id: str
+    done: bool
+    #: The job that it is now, if it is one.
+    job_id: str = ""
+    code: str = ""
+    message: str = ""
+
+
+class BulkResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of all."""
+
+    #: How many there were before anything was done.
+    matched: int
+    done: int
+    failed: int
+    dry_run: bool
+    #: Why the rest was left as it is.
+    stopped: str
+    results: list[BulkItemResponse]
+
+
+def bulk_response(report: BulkReport) -> BulkResponse:
+    """A report of the offices."""
+    results = [
+        BulkItemResponse(id=each.id, done=each.done, job_id=each.job_id, code=each.code, message=each.message)
+        for each in report.results
+    ]
+    return BulkResponse(
+        matched=report.matched,
+        done=report.done,
+        failed=report.failed,
+        dry_run=report.dry_run,
+        stopped=report.stopped,
+        results=results,
+    )

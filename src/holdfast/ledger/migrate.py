@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from holdfast.engine.sqlite.connection import SCHEMA_VERSION, connect, translate, version_of
-from holdfast.engine.sqlite.upgrade import upgrade
+from holdfast.engine.sqlite.ledger_schema import upgrade
+from holdfast.engine.sqlite.schema import SCHEMA_VERSION, version_of
 from holdfast.errors import InvalidOption, LedgerUnavailable
 from holdfast.extras import require
-from holdfast.ledger.version import TABLE
+from holdfast.schema.columns import TABLE
+from holdfast.sqlite.connection import connect, translate
 
 if TYPE_CHECKING:
     from holdfast.ledger.postgres.store import PostgresStore
+
 
 BASE: Final = "base"
 UNKNOWN_VERSION: Final = (
@@ -37,7 +39,7 @@ class Migration(msgspec.Struct, frozen=True):
     title: str
 
 
-class Status(msgspec.Struct, frozen=True):
+class MigrationStatus(msgspec.Struct, frozen=True):
     """Where a ledger is. `pending` is what `up` would do."""
 
     ledger: str
@@ -51,7 +53,7 @@ class Status(msgspec.Struct, frozen=True):
         return self.version is not None and self.version > self.wanted
 
 
-class Change(msgspec.Struct, frozen=True):
+class MigrationChange(msgspec.Struct, frozen=True):
     """What a run did."""
 
     ledger: str
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
     Target = PostgresStore | Path | EngineFile
 
 
-async def up(store: Target, to: str = "head") -> Change:
+async def up(store: Target, to: str = "head") -> MigrationChange:
     """Apply what is missing. Raises `SchemaMismatch` for a ledger of a later release."""
     if isinstance(store, EngineFile):
         return await asyncio.to_thread(_upgrade_engine, store.path)
@@ -80,7 +82,7 @@ async def up(store: Target, to: str = "head") -> Change:
     return await revisions.up(store, to)
 
 
-async def down(store: Target, to: str = BASE) -> Change:
+async def down(store: Target, to: str = BASE) -> MigrationChange:
     """Take migrations back. What only they had room for is lost; `base` drops all of the ledger's tables."""
     if isinstance(store, EngineFile):
         raise InvalidOption(f"the ledger in {store.path} cannot be taken out of the engine's file: they are one")
@@ -90,7 +92,7 @@ async def down(store: Target, to: str = BASE) -> Change:
     return await revisions.down(store, to)
 
 
-async def status(store: Target) -> Status:
+async def status(store: Target) -> MigrationStatus:
     """Looks; changes nothing."""
     if isinstance(store, EngineFile):
         return await asyncio.to_thread(_engine_status, store.path)
@@ -114,16 +116,16 @@ def _require_alembic() -> None:
     require("migrating a ledger with tables of its own", "alembic")
 
 
-def _upgrade_engine(path: Path) -> Change:
+def _upgrade_engine(path: Path) -> MigrationChange:
     before = _engine_version(path)
     upgrade(path)
-    return Change(str(path), before, str(SCHEMA_VERSION))
+    return MigrationChange(str(path), before, str(SCHEMA_VERSION))
 
 
-def _engine_status(path: Path) -> Status:
+def _engine_status(path: Path) -> MigrationStatus:
     found, wanted = _engine_version(path), str(SCHEMA_VERSION)
     pending = [] if found == wanted else [Migration(wanted, "the engine's file, and the ledger in it")]
-    return Status(str(path), found, wanted, pending)
+    return MigrationStatus(str(path), found, wanted, pending)
 
 
 def _engine_version(path: Path) -> str | None:

@@ -18,12 +18,12 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from holdfast.core.job import Event, Meta
+from holdfast.core.job import Event, JobKey, Meta
 from holdfast.core.states import FINAL, State
-from holdfast.engine.port import KnownKey
+from holdfast.engine.port.feed import SubmissionKey
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.port import JobKey, OpenJob, Recovery
-from holdfast.ledger.schema import feed_positions, job_events, jobs
+from holdfast.ledger.port.ledger import OpenJob, Recovery
+from holdfast.schema import feed_positions, job_events, jobs
 
 #: Jobs asked for by key in one statement.
 _KEYS: Final = 500
@@ -67,7 +67,7 @@ class SqlRecovery(Recovery):
             found += [_open_job(row) for row in await self._rows(query)]
         return found
 
-    async def stories(self, keys: Sequence[JobKey]) -> dict[JobKey, list[Event]]:
+    async def histories(self, keys: Sequence[JobKey]) -> dict[JobKey, list[Event]]:
         envelopes: dict[JobKey, dict[str, Any]] = {}
         for condition in _chosen(jobs.c, keys):
             for row in await self._rows(select(jobs).where(condition)):
@@ -82,7 +82,7 @@ class SqlRecovery(Recovery):
                     stories[key].append(_event(row, envelopes[key]))
         return stories
 
-    async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[KnownKey]]:
+    async def submission_keys(self, queue: str, window_ms: int, limit: int) -> AsyncIterator[list[SubmissionKey]]:
         now = datetime.now(UTC)
         window = timedelta(milliseconds=window_ms)
         async for rows in self._recent_keys(queue, now - window, limit):
@@ -211,10 +211,10 @@ def _open_job(row: Row[Any]) -> OpenJob:
     return OpenJob(_key(row), State(row.state), row.last_seq)
 
 
-def _known_key(row: Row[Any], now: datetime, window: timedelta) -> KnownKey:
+def _known_key(row: Row[Any], now: datetime, window: timedelta) -> SubmissionKey:
     # The engine shortens an open job's key to the rest of its window when the job ends.
     ends = row.created_at + (_own_window(row.meta) or window) if State(row.state) in FINAL else now + window
-    return KnownKey(row.tenant_id, row.idempotency_key, row.job_id, _ms(ends))
+    return SubmissionKey(row.tenant_id, row.idempotency_key, row.job_id, _ms(ends))
 
 
 def _own_window(meta: str | None) -> timedelta | None:

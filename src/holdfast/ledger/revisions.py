@@ -18,14 +18,15 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, create_engine, event, inspect, text
 from sqlalchemy.pool import NullPool
 
-from holdfast.engine.sqlite.connection import BUSY_TIMEOUT_MS, translate
 from holdfast.errors import LedgerUnavailable, SchemaMismatch
-from holdfast.ledger.migrate import UNKNOWN_VERSION, Change, Migration, Status
-from holdfast.ledger.sqlite.files import APPLICATION_ID, foreign
-from holdfast.ledger.version import HEAD, READ_VERSION, TABLE
+from holdfast.ledger.migrate import UNKNOWN_VERSION, Migration, MigrationChange, MigrationStatus
+from holdfast.ledger.sqlite.store import APPLICATION_ID, foreign
+from holdfast.schema.columns import HEAD, READ_VERSION, TABLE
+from holdfast.sqlite.connection import BUSY_TIMEOUT_MS, translate
 
 if TYPE_CHECKING:
     from holdfast.ledger.postgres.store import PostgresStore
+
 
 T = TypeVar("T")
 
@@ -34,20 +35,20 @@ _SCRIPTS: Final = Path(__file__).parent / "migrations"
 _LOCK: Final = 0x686F6C64
 
 
-async def up(store: PostgresStore | Path, to: str) -> Change:
+async def up(store: PostgresStore | Path, to: str) -> MigrationChange:
     """Apply what is missing. Raises `SchemaMismatch` for a ledger of a later release."""
 
-    def work(connection: Connection) -> Change:
+    def work(connection: Connection) -> MigrationChange:
         return _change(connection, name, lambda config: command.upgrade(config, to))
 
     name = _name(store)
     return await _run(store, work)
 
 
-async def down(store: PostgresStore | Path, to: str) -> Change:
+async def down(store: PostgresStore | Path, to: str) -> MigrationChange:
     """Take revisions back; without any left, their version table is dropped, too."""
 
-    def work(connection: Connection) -> Change:
+    def work(connection: Connection) -> MigrationChange:
         change = _change(connection, name, lambda config: command.downgrade(config, to))
         if change.after is None:
             connection.execute(text(f"DROP TABLE IF EXISTS {TABLE}"))
@@ -57,14 +58,14 @@ async def down(store: PostgresStore | Path, to: str) -> Change:
     return await _run(store, work)
 
 
-async def status(store: PostgresStore | Path) -> Status:
+async def status(store: PostgresStore | Path) -> MigrationStatus:
     """Read the version; changes nothing."""
     name = _name(store)
     missing = isinstance(store, Path) and not await asyncio.to_thread(store.exists)
     found = None if missing else await _run(store, _found, only_look=True)
     known = _known()
     pending = [one for one in known.values() if found is None or (found in known and one.version > found)]
-    return Status(name, found, HEAD, pending)
+    return MigrationStatus(name, found, HEAD, pending)
 
 
 def _known() -> dict[str, Migration]:
@@ -73,14 +74,14 @@ def _known() -> dict[str, Migration]:
     return {one.revision: Migration(one.revision, (one.doc or "").rstrip(".")) for one in reversed(list(scripts))}
 
 
-def _change(connection: Connection, name: str, run: Callable[[Config], None]) -> Change:
+def _change(connection: Connection, name: str, run: Callable[[Config], None]) -> MigrationChange:
     before = _found(connection)
     if before is not None and before > HEAD:
         raise SchemaMismatch(name, before, HEAD)
     if before is not None and before not in _known():
         raise SchemaMismatch(name, before, HEAD, advice=UNKNOWN_VERSION)
     run(_config(connection))
-    return Change(name, before, _found(connection))
+    return MigrationChange(name, before, _found(connection))
 
 
 def _config(connection: Connection) -> Config:
@@ -105,7 +106,7 @@ def _name(store: PostgresStore | Path) -> str:
 async def _run(store: PostgresStore | Path, work: Callable[[Connection], T], *, only_look: bool = False) -> T:
     if isinstance(store, Path):
         return await asyncio.to_thread(_run_on_file, store, work, only_look)
-    async with store.readers.connect() as connection, connection.begin():
+    async with store.read_engine.connect() as connection, connection.begin():
         if not only_look:
             # Held until the end of the transaction: the second one waits, then finds nothing to do.
             await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})

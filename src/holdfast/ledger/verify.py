@@ -1,30 +1,119 @@
-"""Does the ledger tell legal stories? Reads all of it, or what is new, at one moment, and proves it job by job.
+"""Verify that the ledger's histories are legal and consistent, job by job, for all jobs or recent ones.
 
 For every job: its events are numbered 1 to n without a gap, every move is legal by the table, at most one event is
-final, and the job's own row says what its events say (state, attempt, retry count, number of events, end). A job that
-failed has its dead letter, no event is without its job, and no open dead letter without its job. What people decided
-agrees with it (`ledger.verify_people`). Forks and anomalies are no faults: they are what an outage leaves behind,
-legally; they are counted.
+final, and the job's row agrees with its events (state, attempt, retry count, number of events, end). A failed job has
+its dead letter; no event and no open dead letter is without its job. Forks and anomalies are not faults, because an
+outage legally leaves them; they are counted.
 
-Memory is constant: jobs and events are read side by side, in the order of the job's key.
+Operators' decisions must agree too. An open approval request belongs to a job that waits for it. A decision delivered
+to the engine agrees with the event by which its job left `waiting_approval`; one that another move preceded (the job
+was cancelled meanwhile) is not a fault. A discarded dead letter names two different operators, a replayed one its new
+job.
+
+Everything is read from one snapshot. Memory is constant: jobs and events are read side by side, in job key order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, and_, func, select
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 
-from holdfast.core.history import SHOWN_FAULTS, Story
-from holdfast.core.job import Event
+from holdfast.core.history import SHOWN_FAULTS, JobHistory
+from holdfast.core.job import Event, JobKey
 from holdfast.core.states import FINAL, State
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.queries import Queries, Snapshot
-from holdfast.ledger.schema import anomalies, approvals, dlq_items, job_events, jobs
-from holdfast.ledger.verify_people import check_approvals, check_letters
+from holdfast.ledger.port.operators import ApprovalStatus, DeadLetterStatus
+from holdfast.ledger.queries.jobs import Queries, Snapshot
+from holdfast.schema import anomalies, approvals, dlq_items, job_events, jobs
+
+_WAITING: Final = State.WAITING_APPROVAL.value
+_REQUESTED: Final = ApprovalStatus.REQUESTED.value
+#: By these events people's decisions reach a job.
+_DECISIONS: Final = {
+    ApprovalStatus.APPROVED: {"approval.approved"},
+    ApprovalStatus.REJECTED: {"approval.rejected"},
+    ApprovalStatus.EXPIRED: {"approval.expired"},
+    # Sent back to work without anybody's yes, to be asked for again.
+    ApprovalStatus.WITHDRAWN: {"approval.withdrawn", "approval.approved"},
+}
+_ALL_DECISIONS: Final = frozenset().union(*_DECISIONS.values())
+
+Add = Callable[[JobKey, str], None]
+
+
+async def check_approvals(snapshot: Snapshot, add: Add, since: datetime | None) -> None:
+    """Open ones whose jobs do not wait, and decided ones that their jobs know nothing of."""
+    a = approvals.c
+    of_job = and_(jobs.c.tenant_id == a.tenant_id, jobs.c.job_id == a.job_id, jobs.c.queue == a.queue)
+    lost = (
+        select(a.tenant_id, a.queue, a.job_id, a.approval_id, jobs.c.state)
+        .select_from(approvals.outerjoin(jobs, of_job))
+        .where(a.status == _REQUESTED, or_(jobs.c.state.is_(None), jobs.c.state != _WAITING))
+    )
+    async for row in snapshot.rows(lost if since is None else lost.where(a.requested_at >= since)):
+        where = f"it is {row.state}" if row.state is not None else "it is not in the ledger"
+        add(_key(row), f"approval {row.approval_id} is open, but {where}")
+    await _check_delivered(snapshot, add, since)
+
+
+async def _check_delivered(snapshot: Snapshot, add: Add, since: datetime | None) -> None:
+    a, e = approvals.c, job_events.c
+    of_job = and_(jobs.c.tenant_id == a.tenant_id, jobs.c.job_id == a.job_id, jobs.c.queue == a.queue)
+    leaving = and_(
+        *(e.tenant_id == a.tenant_id, e.job_id == a.job_id, e.queue == a.queue),
+        *(e.from_state == _WAITING, e.at >= a.requested_at),
+    )
+    told = (
+        select(a.tenant_id, a.queue, a.job_id, a.approval_id, a.status, e.type, jobs.c.state)
+        .select_from(approvals.join(jobs, of_job).outerjoin(job_events, leaving))
+        .where(a.status != _REQUESTED, a.acked_at.is_not(None))
+        .order_by(a.tenant_id, a.approval_id, e.seq)
+    )
+    last: Any = None
+    async for row in snapshot.rows(told if since is None else told.where(a.requested_at >= since)):
+        # The first event after the question is the one that answers it.
+        if last != (last := (row.tenant_id, row.approval_id)) and (fault := _disagreement(row)):
+            add(_key(row), fault)
+
+
+def _disagreement(row: Any) -> str | None:
+    if row.type is None:
+        return f"approval {row.approval_id} is {row.status} and delivered, but it still waits ({row.state})"
+    if row.type in _ALL_DECISIONS and row.type not in _DECISIONS[ApprovalStatus(row.status)]:
+        return f"approval {row.approval_id} is {row.status}, but its events say {row.type}"
+    return None
+
+
+async def check_dead_letters(snapshot: Snapshot, add: Add, since: datetime | None) -> None:
+    """Letters whose status is not what people did to them."""
+    d = dlq_items.c
+    touched = select(dlq_items).where(or_(d.status != DeadLetterStatus.OPEN.value, d.replay_pending == 1))
+    async for row in snapshot.rows(touched if since is None else touched.where(d.failed_at >= since)):
+        for fault in _letter_faults(row):
+            add(_key(row), f"dead letter {row.dlq_id} {fault}")
+
+
+def _letter_faults(row: Any) -> Iterator[str]:
+    status = DeadLetterStatus(row.status)
+    if row.replay_pending and status is not DeadLetterStatus.REPLAYED:
+        yield f"is to be replayed, but is {status}"
+    match status:
+        case DeadLetterStatus.REPLAYED if not row.replayed_as or row.replay_count < 1:
+            yield "is replayed, but has no new job"
+        case DeadLetterStatus.DISCARD_REQUESTED if not row.requested_by or row.confirmed_by:
+            yield "is to be discarded, but not by one person"
+        case DeadLetterStatus.DISCARDED if not row.requested_by or not row.confirmed_by:
+            yield "is discarded, but not by two people"
+        case DeadLetterStatus.DISCARDED if row.requested_by == row.confirmed_by:
+            yield f"is discarded by {row.requested_by} alone"
+
+
+def _key(row: Any) -> JobKey:
+    return JobKey(row.tenant_id, row.queue, row.job_id)
+
 
 #: Faults that are told one by one; all are counted.
 KEPT_FAULTS: Final = 100
@@ -36,7 +125,7 @@ _WITH_LETTER: Final = (State.DLQ_RECORDED.value, State.FAILED.value)
 _UNDECIDED: Final = ("open", "discard_requested")
 
 
-class Fault(msgspec.Struct, frozen=True):
+class LedgerFault(msgspec.Struct, frozen=True):
     """What is wrong with one job."""
 
     key: JobKey
@@ -46,7 +135,7 @@ class Fault(msgspec.Struct, frozen=True):
         return f"{self.key.job_id} ({self.key.queue}, tenant {self.key.tenant_id}): {self.message}"
 
 
-class Report(msgspec.Struct, kw_only=True):
+class LedgerReport(msgspec.Struct, kw_only=True):
     """What was read, and what is wrong with it."""
 
     jobs: int = 0
@@ -60,7 +149,7 @@ class Report(msgspec.Struct, kw_only=True):
     approvals: int = 0
     fault_count: int = 0
     #: The first of them.
-    faults: list[Fault] = []
+    faults: list[LedgerFault] = []
 
     @property
     def ok(self) -> bool:
@@ -70,9 +159,9 @@ class Report(msgspec.Struct, kw_only=True):
         """One more fault."""
         self.fault_count += 1
         if len(self.faults) < KEPT_FAULTS:
-            self.faults.append(Fault(key, message))
+            self.faults.append(LedgerFault(key, message))
 
-    def assert_sound(self, *, ended: bool = False) -> None:
+    def assert_valid(self, *, ended: bool = False) -> None:
         """For tests: raises `AssertionError` with the faults; with `ended`, open jobs are one, too."""
         if ended and self.open_jobs:
             raise AssertionError(f"{self.open_jobs} of {self.jobs} jobs in the ledger have no final event")
@@ -81,19 +170,21 @@ class Report(msgspec.Struct, kw_only=True):
             raise AssertionError(f"the ledger is not sound, {self.fault_count} faults:\n{shown}")
 
 
-Progress = Callable[[Report], None]
+Progress = Callable[[LedgerReport], None]
 
 
-async def verify_ledger(queries: Queries, since: datetime | None = None, progress: Progress | None = None) -> Report:
+async def verify_ledger(
+    queries: Queries, since: datetime | None = None, progress: Progress | None = None
+) -> LedgerReport:
     """Check all jobs, or those created at `since` or later. Raises `LedgerUnavailable`."""
-    report = Report()
+    report = LedgerReport()
     async with queries.snapshot() as snapshot:
         await _read_stories(snapshot, report, since, progress or (lambda _: None))
         await _find_lone_events(snapshot, report, since)
         await _find_missing_letters(snapshot, report, since)
         await _find_lone_letters(snapshot, report, since)
         await check_approvals(snapshot, report.add, since)
-        await check_letters(snapshot, report.add, since)
+        await check_dead_letters(snapshot, report.add, since)
         report.anomalies = await snapshot.scalar(
             _recent(select(func.count()).select_from(anomalies), anomalies.c.at, since)
         )
@@ -107,7 +198,7 @@ async def verify_ledger(queries: Queries, since: datetime | None = None, progres
 # Stories -------------------------------------------------------------------------------------------
 
 
-async def _read_stories(snapshot: Snapshot, report: Report, since: datetime | None, progress: Progress) -> None:
+async def _read_stories(snapshot: Snapshot, report: LedgerReport, since: datetime | None, progress: Progress) -> None:
     reader: _JobReader | None = None
     async for row in snapshot.rows(_side_by_side(since)):
         if reader is None or not reader.is_about(row):
@@ -128,7 +219,7 @@ class _JobReader:
     def __init__(self, row: Any) -> None:
         self._row = row
         self._key = JobKey(row.tenant_id, row.queue, row.job_id)
-        self._story = Story(row.job_id)
+        self._story = JobHistory(row.job_id)
         #: The event of the last move.
         self._last: Any = None
 
@@ -136,7 +227,7 @@ class _JobReader:
         key = self._key
         return bool(row.job_id == key.job_id and row.queue == key.queue and row.tenant_id == key.tenant_id)
 
-    def read(self, row: Any, report: Report) -> None:
+    def read(self, row: Any, report: LedgerReport) -> None:
         report.events += 1
         event = Event(
             type=row.type,
@@ -147,12 +238,12 @@ class _JobReader:
             attempt=row.event_attempt,
             retry_count=row.event_retry_count,
         )
-        for fault in self._story.read(event, row.seq):
+        for fault in self._story.add(event, row.seq):
             report.add(self._key, fault)
         if row.to_state is not None:
             self._last = row
 
-    def close(self, report: Report) -> None:
+    def close(self, report: LedgerReport) -> None:
         story = self._story
         report.jobs += 1
         report.open_jobs += self._row.state not in FINAL
@@ -203,7 +294,7 @@ def _side_by_side(since: datetime | None) -> Select[Any]:
 # What stands alone -----------------------------------------------------------------------------------
 
 
-async def _find_lone_events(snapshot: Snapshot, report: Report, since: datetime | None) -> None:
+async def _find_lone_events(snapshot: Snapshot, report: LedgerReport, since: datetime | None) -> None:
     # Counting is cheaper than looking, and nearly always enough.
     if since is None and report.events == await snapshot.scalar(select(func.count()).select_from(job_events)):
         return
@@ -214,7 +305,7 @@ async def _find_lone_events(snapshot: Snapshot, report: Report, since: datetime 
         report.add(JobKey(row.tenant_id, row.queue, row.job_id), f"has {row.events} events and no row")
 
 
-async def _find_missing_letters(snapshot: Snapshot, report: Report, since: datetime | None) -> None:
+async def _find_missing_letters(snapshot: Snapshot, report: LedgerReport, since: datetime | None) -> None:
     letter = and_(dlq_items.c.tenant_id == jobs.c.tenant_id, dlq_items.c.dlq_id == jobs.c.dlq_id)
     missing = (
         select(jobs.c.tenant_id, jobs.c.queue, jobs.c.job_id, jobs.c.state, jobs.c.dlq_id)
@@ -228,7 +319,7 @@ async def _find_missing_letters(snapshot: Snapshot, report: Report, since: datet
         )
 
 
-async def _find_lone_letters(snapshot: Snapshot, report: Report, since: datetime | None) -> None:
+async def _find_lone_letters(snapshot: Snapshot, report: LedgerReport, since: datetime | None) -> None:
     item = dlq_items.c
     alone = select(item.tenant_id, item.queue, item.job_id, item.dlq_id).where(
         item.status.in_(_UNDECIDED), ~select(jobs.c.job_id).where(_same_job(dlq_items)).exists()

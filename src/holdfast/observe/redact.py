@@ -1,11 +1,11 @@
-"""Secrets are blotted out before a text leaves the process: in logs, in failures (and so in events and dead letters),
-in HTTP errors (requirements M3, T7).
+"""Mask secrets before text leaves the process: logs, failures, HTTP errors, output (M3, T7).
 
-What is found: passwords in URLs, values of names like `password`, `token` or `api_key` in every common notation,
-`Authorization` headers, bearer tokens, holdfast's own tokens, AWS keys, JSON web tokens, private keys, and what the
-setting `redact` adds. A secret that nothing in the text gives away cannot be found: do not put one into an exception.
+Failures include the events and dead letters made from them. Masked are: passwords in URLs, values of names like
+`password`, `token` or `api_key` in every common notation, `Authorization` headers, bearer tokens, holdfast's own
+tokens, AWS keys, JSON web tokens, private keys, and what the setting `redact` adds. A secret that nothing in the text
+identifies cannot be found: do not put one into an exception.
 
-Time is linear in the text for all practical texts, and `bounded` cuts the others first.
+Time is linear in the length of the text for all practical texts; `redact_and_truncate` cuts long ones first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-BLOT: Final = "***"
+MASK: Final = "***"
 
 #: A name ends here, or goes on after `_` or `-`: `secret_access_key` is one, `max_tokens` is none.
 _NAMES: Final = (
@@ -90,7 +90,7 @@ class _Rules:
                 self._names.append(re.escape(rule))
                 self.stems.append(rule.lower())
             else:
-                self.patterns.append(compiled(rule))
+                self.patterns.append(compile_rule(rule))
         if fresh:
             self._compile()
 
@@ -99,7 +99,7 @@ class _Rules:
         self.name = re.compile(rf"(?:{'|'.join([*self._names, 'authorization'])})(?:[_-][\w-]*)?$", re.IGNORECASE)
 
 
-def compiled(rule: str) -> re.Pattern[str]:
+def compile_rule(rule: str) -> re.Pattern[str]:
     """A rule of the setting `redact` that is no plain name. Raises `ValueError` for what is no regular expression."""
     try:
         return re.compile(rule)
@@ -110,7 +110,7 @@ def compiled(rule: str) -> re.Pattern[str]:
 _rules: Final = _Rules()
 
 
-def redact_also(rules: Iterable[str]) -> None:
+def add_redaction_rules(rules: Iterable[str]) -> None:
     """Look for these, too, in this process: names of secret values, or regular expressions."""
     _rules.add(rules)
 
@@ -122,29 +122,29 @@ def redact(text: str) -> str:
     'redis://app:***@cache:6379/0 with password=***'
     """
     if "PRIVATE KEY-----" in text:
-        text = _REST_OF_KEY.sub(BLOT, _PRIVATE_KEY.sub(BLOT, text))
+        text = _REST_OF_KEY.sub(MASK, _PRIVATE_KEY.sub(MASK, text))
     if "://" in text:
-        text = _CREDENTIALS.sub(rf"\g<user>:{BLOT}@", text)
-        text = _WEB_KEY.sub(rf"\g<scheme>{BLOT}@", text)
+        text = _CREDENTIALS.sub(rf"\g<user>:{MASK}@", text)
+        text = _WEB_KEY.sub(rf"\g<scheme>{MASK}@", text)
     lower = text.lower()
     if "authorization" in lower:
-        text = _AUTHORIZATION.sub(rf"\g<name>{BLOT}", text)
+        text = _AUTHORIZATION.sub(rf"\g<name>{MASK}", text)
     if any(stem in lower for stem in _rules.stems):
-        text = _rules.named.sub(rf"\g<name>{BLOT}", text)
+        text = _rules.named.sub(rf"\g<name>{MASK}", text)
     if "bearer" in lower or "basic" in lower:
-        text = _BEARER.sub(rf"\g<name> {BLOT}", text)
+        text = _BEARER.sub(rf"\g<name> {MASK}", text)
     if "hf_" in text:
-        text = _OWN_TOKEN.sub(rf"\g<name>{BLOT}", text)
+        text = _OWN_TOKEN.sub(rf"\g<name>{MASK}", text)
     if any(stem in text for stem in _AWS_STEMS):
-        text = _AWS_KEY.sub(BLOT, text)
+        text = _AWS_KEY.sub(MASK, text)
     if "eyJ" in text:
-        text = _JWT.sub(BLOT, text)
+        text = _JWT.sub(MASK, text)
     for pattern in _rules.patterns:
-        text = pattern.sub(BLOT, text)
+        text = pattern.sub(MASK, text)
     return text
 
 
-def bounded(text: str, limit: int, *, end: bool = False) -> str:
+def redact_and_truncate(text: str, limit: int, *, end: bool = False) -> str:
     """The text's beginning, or its `end`, without secrets. However long it is, only a part of it is looked at.
 
     Where it had to be cut, the word at the cut is left out: half of a secret may not be known for one.
@@ -161,23 +161,26 @@ def bounded(text: str, limit: int, *, end: bool = False) -> str:
     return text[-limit:] if end else text[:limit]
 
 
-def redacted(value: Any, depth: int = _DEPTH) -> Any:
+def redact_value(value: Any, depth: int = _DEPTH) -> Any:
     """A JSON-like value with the secrets in its texts, and under telling names, blotted out."""
     if isinstance(value, str):
         return redact(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if depth == 0:
-        return BLOT
+        return MASK
     if isinstance(value, Mapping):
         return {
-            redact(str(key)): BLOT if _is_secret(str(key), inner) else redacted(inner, depth - 1)
+            redact(str(key)): MASK if _is_secret(str(key), inner) else redact_value(inner, depth - 1)
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [redacted(inner, depth - 1) for inner in value]
+        return [redact_value(inner, depth - 1) for inner in value]
     return redact(str(value))
 
 
 def _is_secret(name: str, value: Any) -> bool:
     return value is not None and value != "" and _rules.name.search(name) is not None
+
+
+__all__ = ["redact"]

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from holdfast.core.job import Claim, Envelope, Failure
-from holdfast.core.verdict import TARGETS, Answer, Verdict
+from holdfast.core.verdict import TARGETS, SettleResult, Verdict
 from holdfast.extras import require
-from holdfast.observe.redact import bounded
+from holdfast.observe.redact import redact_and_truncate
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, TracerProvider
+
 
 _SCOPE: Final = "holdfast"
 _HEADER: Final = "traceparent"
@@ -63,7 +64,7 @@ class Tracer:
         self.tracer = provider.get_tracer(_SCOPE)
 
     @contextmanager
-    def submitting(self, envelopes: Sequence[Envelope]) -> Iterator[tuple[list[Envelope], Span]]:
+    def submit_span(self, envelopes: Sequence[Envelope]) -> Iterator[tuple[list[Envelope], Span]]:
         """The submissions with the trace context that their runs go on with; one span for all that go together."""
         first = envelopes[0]
         name = f"submit {first.task}"
@@ -86,12 +87,15 @@ class Tracer:
         try:
             yield [_with_trace(envelope, traceparent, trace_id) for envelope in envelopes], span
         except BaseException as exc:
-            self.fail(span, Failure(getattr(exc, "code", ""), bounded(str(exc), _MESSAGE_LIMIT), type(exc).__name__))
+            self.fail(
+                span,
+                Failure(getattr(exc, "code", ""), redact_and_truncate(str(exc), _MESSAGE_LIMIT), type(exc).__name__),
+            )
             raise
         finally:
             span.end()
 
-    def begin(self, claim: Claim) -> RunTrace:
+    def start_run(self, claim: Claim) -> RunTrace:
         """A run has got its slot."""
         above = self._carry.extract({_HEADER: claim.meta.traceparent}) if claim.meta.traceparent else None
         attributes: dict[str, str | int] = {
@@ -159,14 +163,14 @@ class RunTrace:
         above = self._tracer.trace.set_span_in_context(self._span)
         self._settling = self._tracer.tracer.start_span("settle", above)
 
-    def settled(self, answer: Answer) -> None:
+    def settled(self, answer: SettleResult) -> None:
         """The engine has answered."""
         if self._settling is not None:
             self._settling.set_attribute("holdfast.answer", answer.value)
             self._settling.end()
             self._settling = None
 
-    def lose(self) -> None:
+    def abandon(self) -> None:
         """The lease is someone else's: there is no verdict."""
         self._span.set_attribute("holdfast.outcome", "lost")
         self._span.end()

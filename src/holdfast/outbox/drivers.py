@@ -28,7 +28,7 @@ _ASYNC: Final = (
 _SYNC: Final = "a connection of sqlite3, psycopg or Django, or SQLAlchemy's Connection or Session"
 
 
-class Row(msgspec.Struct, frozen=True):
+class OutboxRow(msgspec.Struct, frozen=True):
     """An event as it is written. Columns of the table, in this order; the time is added by the driver."""
 
     tenant_id: str
@@ -41,7 +41,7 @@ class Row(msgspec.Struct, frozen=True):
     headers: str | None
 
 
-_COLUMNS: Final = Row.__struct_fields__
+_COLUMNS: Final = OutboxRow.__struct_fields__
 _INSERT: Final = f"INSERT INTO outbox_events ({', '.join(_COLUMNS)}, created_at) VALUES "  # noqa: S608 - our own names
 _ON_POSTGRES: Final = (
     f"{_INSERT} ({', '.join(f'${number}' for number in range(1, len(_COLUMNS) + 1))}, clock_timestamp())"
@@ -53,7 +53,7 @@ _ON_DJANGO_SQLITE: Final = f"{_INSERT} ({_PLACEHOLDERS}, %s)"
 _ON_SQLITE: Final = f"{_INSERT} ({', '.join('?' * len(_COLUMNS))}, ?)"
 
 
-async def write(connection: Any, rows: Sequence[Row]) -> None:
+async def insert_events(connection: Any, rows: Sequence[OutboxRow]) -> None:
     """Insert them. Raises `UsageError`, `Conflict` for an event id that is there, or what the driver raises."""
     writer = _ASYNC_WRITERS.get(_kind(connection))
     if writer is None:
@@ -66,7 +66,7 @@ async def write(connection: Any, rows: Sequence[Row]) -> None:
         raise _translated(exc) from exc
 
 
-def write_sync(connection: Any, rows: Sequence[Row]) -> None:
+def insert_events_sync(connection: Any, rows: Sequence[OutboxRow]) -> None:
     """`write` for connections that block."""
     writer = _SYNC_WRITERS.get(_kind(connection))
     if writer is None:
@@ -99,19 +99,19 @@ def _unfit(connection: Any, *, wanted: str, other: dict[tuple[str, str], Any], i
 # SQLAlchemy ------------------------------------------------------------------------------------------
 
 
-async def _on_async_sqlalchemy(connection: Any, rows: Sequence[Row]) -> None:
+async def _on_async_sqlalchemy(connection: Any, rows: Sequence[OutboxRow]) -> None:
     await connection.run_sync(_on_sqlalchemy, rows)
 
 
-async def _on_async_scoped_session(sessions: Any, rows: Sequence[Row]) -> None:
+async def _on_async_scoped_session(sessions: Any, rows: Sequence[OutboxRow]) -> None:
     await _on_async_sqlalchemy(sessions(), rows)
 
 
-def _on_sqlalchemy(connection: Any, rows: Sequence[Row]) -> None:
+def _on_sqlalchemy(connection: Any, rows: Sequence[OutboxRow]) -> None:
     # Whoever has such a connection has loaded SQLAlchemy already.
     from sqlalchemy import func, insert
 
-    from holdfast.ledger.message_tables import outbox_events
+    from holdfast.schema import outbox_events
 
     if hasattr(connection, "get_bind"):
         connection = connection.connection(bind_arguments={"clause": outbox_events})
@@ -134,7 +134,7 @@ def _on_sqlalchemy(connection: Any, rows: Sequence[Row]) -> None:
 # asyncpg ---------------------------------------------------------------------------------------------
 
 
-async def _on_asyncpg(connection: Any, rows: Sequence[Row]) -> None:
+async def _on_asyncpg(connection: Any, rows: Sequence[OutboxRow]) -> None:
     if not connection.is_in_transaction():
         raise _commits_by_itself("open one: `async with connection.transaction():`")
     if len(rows) == 1:
@@ -146,7 +146,7 @@ async def _on_asyncpg(connection: Any, rows: Sequence[Row]) -> None:
 # psycopg 3 -------------------------------------------------------------------------------------------
 
 
-async def _on_async_psycopg(connection: Any, rows: Sequence[Row]) -> None:
+async def _on_async_psycopg(connection: Any, rows: Sequence[OutboxRow]) -> None:
     from psycopg import AsyncCursor
 
     async with connection.pipeline() if _is_pipeline(connection) else nullcontext():
@@ -159,7 +159,7 @@ async def _on_async_psycopg(connection: Any, rows: Sequence[Row]) -> None:
                 await cursor.executemany(_ON_PSYCOPG, [msgspec.structs.astuple(row) for row in rows])
 
 
-def _on_psycopg(connection: Any, rows: Sequence[Row]) -> None:
+def _on_psycopg(connection: Any, rows: Sequence[OutboxRow]) -> None:
     from psycopg import Cursor
 
     with connection.pipeline() if _is_pipeline(connection) else nullcontext():
@@ -191,7 +191,7 @@ def _check_psycopg(connection: Any, advice: str) -> None:
 # Django ----------------------------------------------------------------------------------------------
 
 
-def _on_django(connection: Any, rows: Sequence[Row]) -> None:
+def _on_django(connection: Any, rows: Sequence[OutboxRow]) -> None:
     match getattr(connection, "vendor", None):
         case "postgresql":
             statement, values = _ON_PSYCOPG, [msgspec.structs.astuple(row) for row in rows]
@@ -211,18 +211,18 @@ def _on_django(connection: Any, rows: Sequence[Row]) -> None:
 # SQLite ----------------------------------------------------------------------------------------------
 
 
-async def _on_aiosqlite(connection: Any, rows: Sequence[Row]) -> None:
+async def _on_aiosqlite(connection: Any, rows: Sequence[OutboxRow]) -> None:
     _check_sqlite(connection)
     async with connection.executemany(_ON_SQLITE, _sqlite_values(rows)):
         pass
 
 
-def _on_sqlite(connection: Any, rows: Sequence[Row]) -> None:
+def _on_sqlite(connection: Any, rows: Sequence[OutboxRow]) -> None:
     _check_sqlite(connection)
     connection.executemany(_ON_SQLITE, _sqlite_values(rows)).close()
 
 
-def _sqlite_values(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
+def _sqlite_values(rows: Sequence[OutboxRow]) -> list[tuple[Any, ...]]:
     now_ms = time.time_ns() // 1_000_000
     return [(*msgspec.structs.astuple(row), now_ms) for row in rows]
 
@@ -234,7 +234,7 @@ def _check_sqlite(connection: Any) -> None:
         raise _commits_by_itself("begin one, with BEGIN IMMEDIATE say: the connection is in autocommit mode")
 
 
-_ASYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[Row]], Awaitable[None]]]] = {
+_ASYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[OutboxRow]], Awaitable[None]]]] = {
     ("sqlalchemy", "AsyncConnection"): _on_async_sqlalchemy,
     ("sqlalchemy", "AsyncSession"): _on_async_sqlalchemy,
     ("sqlalchemy", "async_scoped_session"): _on_async_scoped_session,
@@ -243,7 +243,7 @@ _ASYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[Row]], Await
     ("aiosqlite", "Connection"): _on_aiosqlite,
     ("psycopg", "AsyncConnection"): _on_async_psycopg,
 }
-_SYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[Row]], None]]] = {
+_SYNC_WRITERS: Final[dict[tuple[str, str], Callable[[Any, Sequence[OutboxRow]], None]]] = {
     ("sqlite3", "Connection"): _on_sqlite,
     ("sqlalchemy", "Connection"): _on_sqlalchemy,
     ("sqlalchemy", "Session"): _on_sqlalchemy,

@@ -16,15 +16,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from holdfast.cancelling import obey_cancellation
-from holdfast.core.backoff import Backoff
+from holdfast.aio import raise_if_cancelled
+from holdfast.core.retry import Backoff
 from holdfast.errors import LedgerUnavailable
 from holdfast.identity import new_identity
-from holdfast.ledger.outbox_store import Mark, OutboxEvent, OutboxStore, Status
-from holdfast.observe.counts import Counts, OutboxNumbers
-from holdfast.observe.redact import bounded
-from holdfast.outbox.lanes import Held, Lanes
-from holdfast.outbox.targets import Answer, Failed, Outlet, Sent
+from holdfast.ledger.port.messages import OutboxEvent, OutboxStatus, OutboxStore, PublishResult
+from holdfast.observe.counters import Counters, OutboxStats
+from holdfast.observe.redact import redact_and_truncate
+from holdfast.outbox.destinations import Answer, Destination, Published, PublishFailed
+from holdfast.outbox.lane_leases import HeldLanes, LaneLeases
 from holdfast.settings import Settings
 
 _log: Final = logging.getLogger("holdfast.outbox")
@@ -48,17 +48,19 @@ _CLOCK_S: Final = 30.0
 class Relay:
     """Relays until `stop`. Store and outlets are the caller's to make; this closes the outlets."""
 
-    def __init__(self, store: OutboxStore, outlets: Mapping[str, Outlet], settings: Settings, counts: Counts) -> None:
+    def __init__(
+        self, store: OutboxStore, outlets: Mapping[str, Destination], settings: Settings, counts: Counters
+    ) -> None:
         self.name = new_identity("relay")
         self._store = store
         self._outlets = dict(outlets)
         self._settings = settings
         #: What became of events, for metrics.
-        self.numbers = counts.outbox = counts.outbox or OutboxNumbers()
+        self.numbers = counts.outbox = counts.outbox or OutboxStats()
         self._clock = _StoreClock(store)
-        self._lanes = Lanes(store, self.name, settings)
+        self._lanes = LaneLeases(store, self.name, settings)
         self._stopped = asyncio.Event()
-        self._lines: list[_Line] = []
+        self._lines: list[_DestinationLoop] = []
 
     def stop(self) -> None:
         """Take nothing more; what is on its way is finished. Safe to call twice."""
@@ -68,7 +70,7 @@ class Relay:
 
     async def run(self) -> None:
         """Relay until stopped; no failure of a store or a broker ends it. Cancelled, it leaves what is on its way."""
-        self._lines = [_Line(self, name, outlet) for name, outlet in self._outlets.items()]
+        self._lines = [_DestinationLoop(self, name, outlet) for name, outlet in self._outlets.items()]
         helpers = [asyncio.create_task(each) for each in (self._listen(), self._look(), self._prune())]
         running = [asyncio.create_task(line.run()) for line in self._lines]
         try:
@@ -83,7 +85,7 @@ class Relay:
         for outlet in self._outlets.values():
             await outlet.close()
         try:
-            await self._store.release(self.name)
+            await self._store.release_lanes(self.name)
         except LedgerUnavailable as exc:
             _log.warning("the relay could not give its lanes back, they are free in a while: %s", exc)
 
@@ -93,14 +95,14 @@ class Relay:
         while True:
             pause_s = 0.0
             try:
-                await self._store.wait(_WAIT_S)
+                await self._store.wait_for_events(_WAIT_S)
                 backoff.reset()
             except LedgerUnavailable:
                 pause_s = backoff.next_s()
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("waiting for events failed in an unexpected way, trying again")
                 pause_s = backoff.next_s()
-            obey_cancellation()
+            raise_if_cancelled()
             await asyncio.sleep(pause_s)
             for line in self._lines:
                 line.wake()
@@ -124,7 +126,7 @@ class Relay:
                 _log.debug("destinations could not be looked for: %s", exc)
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("looking for destinations failed in an unexpected way")
-            obey_cancellation()
+            raise_if_cancelled()
             await asyncio.sleep(_LOOK_S)
 
     async def _prune(self) -> None:
@@ -137,14 +139,14 @@ class Relay:
                 _log.debug("no sent events were deleted: %s", exc)
             except Exception:  # noqa: BLE001 - top of a loop
                 _log.exception("deleting sent events failed in an unexpected way")
-            obey_cancellation()
+            raise_if_cancelled()
             await asyncio.sleep(0.2 if gone >= _PRUNE_LIMIT else _PRUNE_S)
 
 
-class _Line:
+class _DestinationLoop:
     """The loop of one destination: several flights, none over the same lanes as another."""
 
-    def __init__(self, relay: Relay, destination: str, outlet: Outlet) -> None:
+    def __init__(self, relay: Relay, destination: str, outlet: Destination) -> None:
         self._store = relay._store
         self._relay = relay.name
         self._settings = relay._settings
@@ -172,7 +174,7 @@ class _Line:
             while not self._stopped.is_set():
                 self._woken.clear()
                 pause_s = await self._turn()
-                obey_cancellation()
+                raise_if_cancelled()
                 if pause_s > 0 and not self._stopped.is_set():
                     await _wait(self._woken, pause_s)
             await self._landed()
@@ -189,7 +191,7 @@ class _Line:
             # Woken meanwhile: a store that is down is not asked any sooner for that.
             await asyncio.sleep(min(rest_s, _WAIT_S))
         try:
-            held = await self._lanes.take(self._destinations, self._busy)
+            held = await self._lanes.acquire(self._destinations, self._busy)
             if held.lanes:
                 self._start(held)
                 return 0.0
@@ -215,7 +217,7 @@ class _Line:
             _log.warning(message, error)
         self._paused_until = time.monotonic() + self._trouble.next_s()
 
-    def _start(self, held: Held) -> None:
+    def _start(self, held: HeldLanes) -> None:
         self._busy.update(held.lanes)
         flight = asyncio.create_task(self._fly(held))
         self._flights.add(flight)
@@ -229,7 +231,7 @@ class _Line:
         while self._flights:
             await asyncio.wait(self._flights)
 
-    async def _fly(self, held: Held) -> None:
+    async def _fly(self, held: HeldLanes) -> None:
         """A few batches of these lanes, until nothing is due or they are lost; then they are anybody's."""
         try:
             for _ in range(_BATCHES):
@@ -242,12 +244,12 @@ class _Line:
             self._paused_until = time.monotonic() + self._trouble.next_s()
         finally:
             self._busy.difference_update(held.lanes)
-            await self._lanes.give_back(held.lanes)
+            await self._lanes.release(held.lanes)
 
-    async def _batch(self, held: Held) -> bool:
+    async def _batch(self, held: HeldLanes) -> bool:
         """One batch; whether there is more to do on these lanes."""
         settings, timeout_s = self._settings, self._settings.outbox_lease_s / 2
-        events = await self._store.due(
+        events = await self._store.due_events(
             self._relay, held.lanes, self._destinations, settings.outbox_batch, dead_blocks=settings.outbox_dead_blocks
         )
         if not events:
@@ -255,7 +257,7 @@ class _Line:
             return False
         self._fruitless.reset()
         async with self._sending:
-            if self._lanes.left_s(held) <= timeout_s:
+            if self._lanes.remaining_s(held) <= timeout_s:
                 # Whoever takes them next must not meet us at it.
                 _log.info("the lease on %d lanes is nearly over; their events are read again", len(held.lanes))
                 return False
@@ -263,18 +265,20 @@ class _Line:
             answers = await self._outlet.send(events, timeout_s)
             seconds = time.monotonic() - began
         now_ms = await self._clock.now_ms()
-        marks = judge(events, answers, settings, now_ms)
-        if not await self._lanes.mark(held, marks):
+        marks = publish_results(events, answers, settings, now_ms)
+        if not await self._lanes.record_results(held, marks):
             _log.warning("lanes were lost while %d events were published; they are published again", len(events))
             return False
         self._trouble.reset()
         self._count(events, marks, seconds, now_ms)
-        return len(events) == settings.outbox_batch and all(mark.status is Status.SENT for mark in marks)
+        return len(events) == settings.outbox_batch and all(mark.status is OutboxStatus.SENT for mark in marks)
 
-    def _count(self, events: Sequence[OutboxEvent], marks: Sequence[Mark], seconds: float, now_ms: int) -> None:
+    def _count(
+        self, events: Sequence[OutboxEvent], marks: Sequence[PublishResult], seconds: float, now_ms: int
+    ) -> None:
         outbox, written = self._numbers, {(event.tenant_id, event.id): event.created_at_ms for event in events}
-        sent = [mark for mark in marks if mark.status is Status.SENT]
-        dead = [mark for mark in marks if mark.status is Status.DEAD]
+        sent = [mark for mark in marks if mark.status is OutboxStatus.SENT]
+        dead = [mark for mark in marks if mark.status is OutboxStatus.DEAD]
         outbox.success.add([seconds] * len(sent))
         outbox.dead.add([seconds] * len(dead))
         outbox.failure.add([seconds] * (len(marks) - len(sent) - len(dead)))
@@ -282,54 +286,56 @@ class _Line:
         if dead:
             _log.error("%d events are DEAD, the first is %s: %s", len(dead), dead[0].id, dead[0].last_error)
         elif len(sent) < len(marks):
-            failed = next(mark for mark in marks if mark.status is Status.RETRYING)
+            failed = next(mark for mark in marks if mark.status is OutboxStatus.RETRYING)
             _log.warning(
                 "%d of %d events were not published: %s", len(marks) - len(sent), len(marks), failed.last_error
             )
 
 
-def judge(events: Sequence[OutboxEvent], answers: Sequence[Answer], settings: Settings, now_ms: int) -> list[Mark]:
+def publish_results(
+    events: Sequence[OutboxEvent], answers: Sequence[Answer], settings: Settings, now_ms: int
+) -> list[PublishResult]:
     """What becomes of the events of a batch.
 
     An event whose key has an earlier one that failed is not marked: it was not tried, and its turn comes after that.
     """
-    marks: list[Mark] = []
+    marks: list[PublishResult] = []
     failed: set[tuple[str, str, str]] = set()
     for event, answer in zip(events, answers, strict=True):
         key = (event.destination, event.topic, event.key)
         if event.key and key in failed:
             continue
         mark = _mark(event, answer, settings, now_ms)
-        if mark.status is not Status.SENT:
+        if mark.status is not OutboxStatus.SENT:
             failed.add(key)
         marks.append(mark)
     return marks
 
 
-def _mark(event: OutboxEvent, answer: Answer, settings: Settings, now_ms: int) -> Mark:
-    if isinstance(answer, Sent):
-        return Mark(
+def _mark(event: OutboxEvent, answer: Answer, settings: Settings, now_ms: int) -> PublishResult:
+    if isinstance(answer, Published):
+        return PublishResult(
             tenant_id=event.tenant_id,
             id=event.id,
-            status=Status.SENT,
+            status=OutboxStatus.SENT,
             attempt_count=event.attempt_count,
             last_error=answer.note,
         )
     attempts = event.attempt_count + 1
-    dead = answer.hopeless or (attempts >= settings.outbox_max_attempts and not answer.patient)
-    return Mark(
+    dead = answer.permanent or (attempts >= settings.outbox_max_attempts and not answer.outage)
+    return PublishResult(
         tenant_id=event.tenant_id,
         id=event.id,
-        status=Status.DEAD if dead else Status.RETRYING,
+        status=OutboxStatus.DEAD if dead else OutboxStatus.RETRYING,
         attempt_count=attempts,
         next_retry_at_ms=None if dead else now_ms + _backoff_ms(attempts, answer, settings),
-        last_error=bounded(answer.why, _ERROR_LIMIT),
+        last_error=redact_and_truncate(answer.why, _ERROR_LIMIT),
     )
 
 
-def _backoff_ms(attempts: int, answer: Failed, settings: Settings) -> int:
+def _backoff_ms(attempts: int, answer: PublishFailed, settings: Settings) -> int:
     most_s = settings.outbox_backoff_max_s
-    if answer.patient:
+    if answer.outage:
         most_s = min(most_s, _PATIENT_MAX_S)
     return round(1000 * min(most_s, settings.outbox_backoff_base_s * 2.0 ** min(attempts - 1, 40)))
 

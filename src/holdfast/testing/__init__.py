@@ -9,10 +9,8 @@ from holdfast._platform import unsupported
 if (_error := unsupported()) is not None:
     raise _error
 
-from holdfast.guard.asking import Asked as ApprovalInterrupt
-from holdfast.testing.clock import ManualClock
+from holdfast.guard.decisions import ApprovalInterrupt
 from holdfast.testing.contexts import UnitContext, make_context
-from holdfast.testing.inline import drain, inline
-from holdfast.testing.worker import InMemoryWorker
+from holdfast.testing.inline import InMemoryWorker, ManualClock, drain, inline
 
 __all__ = ["ApprovalInterrupt", "InMemoryWorker", "ManualClock", "UnitContext", "drain", "inline", "make_context"]

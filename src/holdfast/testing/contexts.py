@@ -15,22 +15,22 @@ from typing import Any, Final
 
 import msgspec
 
+from holdfast.aio import BlockingPortal
 from holdfast.core.codec import PAYLOAD_LIMIT
-from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, Claim, Consent, JobView, Lease, Meta, new_job_ids
+from holdfast.core.job import DEFAULT_QUEUE, DEFAULT_TENANT, Approval, Claim, JobInfo, Lease, Meta, new_job_ids
 from holdfast.core.retry import Duration
-from holdfast.door import Door
-from holdfast.effects.steps import Steps
-from holdfast.effects.tools import Scope, Tools
-from holdfast.guard.asking import Asked
-from holdfast.observe.counts import Counts
-from holdfast.testing.clock import ManualClock
+from holdfast.effects.api import Steps
+from holdfast.effects.runtime import EffectRuntime, RunScope
+from holdfast.execution.context import Context
+from holdfast.guard.decisions import ApprovalInterrupt
+from holdfast.observe.counters import Counters
 from holdfast.testing.effects import MemoryLedger
-from holdfast.worker.context import Context
+from holdfast.testing.inline import ManualClock
 
 _WORKER: Final = "test"
 _PATIENCE_S: Final = 5.0
 #: The event loop of `ctx.blocking` in tests that have none.
-_portal: Final = Door()
+_portal: Final = BlockingPortal()
 
 
 def make_context(
@@ -72,7 +72,7 @@ def make_context(
     )
     made = UnitContext(claim, _Memory(clock, approvals))
     if cancelled:
-        made.stop()
+        made._end()
     return made
 
 
@@ -84,7 +84,7 @@ class UnitContext(Context):
     def __init__(self, claim: Claim, memory: _Memory) -> None:
         super().__init__(claim)
         self._memory = memory
-        self._own_scope = Scope(claim, memory.tools())
+        self._own_scope = RunScope(claim, memory.tools())
 
     def next_attempt(self) -> UnitContext:
         """The same job after a failure: its effects and steps are known, its retry count is one higher."""
@@ -95,7 +95,7 @@ class UnitContext(Context):
         following = msgspec.structs.replace(claim, lease=lease, attempt=attempt, meta=meta, claimed_at_ms=now_ms)
         return UnitContext(following, self._memory)
 
-    def _scope(self, what: str) -> Scope:
+    def _scope(self, what: str) -> RunScope:
         scope = super()._scope(what)
         # Of the loop that runs here: the context may have been made before it.
         scope.tools = self._memory.tools()
@@ -106,22 +106,22 @@ class UnitContext(Context):
             self._steps = _UnitSteps(self._scope("step"), self._memory.clock)
         return self._steps
 
-    def _ask(self, name: str, details: Any, *, reason: str, quorum: int, deadline: Duration | None) -> Consent:
+    def _ask(self, name: str, details: Any, *, reason: str, quorum: int, deadline: Duration | None) -> Approval:
         try:
             return super()._ask(name, details, reason=reason, quorum=quorum, deadline=deadline)
-        except Asked as exc:
+        except ApprovalInterrupt as exc:
             approvals = self._memory.approvals
             if name not in approvals:
                 raise
             by = approvals[name] if isinstance(approvals, Mapping) else _WORKER
             ask, now_ms = exc.ask, self._memory.clock.now_ms()
-            return Consent(approval_id=ask.approval_id, by=(by,), at_ms=now_ms, payload_hash=ask.payload_hash)
+            return Approval(approval_id=ask.approval_id, by=(by,), at_ms=now_ms, payload_hash=ask.payload_hash)
 
 
 class _UnitSteps(Steps):
     """Steps whose sleeps take no time."""
 
-    def __init__(self, scope: Scope, clock: ManualClock) -> None:
+    def __init__(self, scope: RunScope, clock: ManualClock) -> None:
         super().__init__(scope)
         self._clock = clock
 
@@ -136,27 +136,27 @@ class _Memory:
         self.clock = clock
         self.approvals = {approvals: _WORKER} if isinstance(approvals, str) else approvals
         self._ledger = MemoryLedger(clock)
-        self._tools: dict[asyncio.AbstractEventLoop, Tools] = {}
+        self._tools: dict[asyncio.AbstractEventLoop, EffectRuntime] = {}
 
-    def tools(self) -> Tools:
+    def tools(self) -> EffectRuntime:
         """Those of the running event loop; without one, of a loop in a thread."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return _portal.call("make_context", self._on_loop, "make_context(…)")
         if loop not in self._tools:
-            self._tools[loop] = Tools(
-                self._open, _find, self.clock.now_ms, Counts(), lease_s=_PATIENCE_S, payload_limit=PAYLOAD_LIMIT
+            self._tools[loop] = EffectRuntime(
+                self._open, _find, self.clock.now_ms, Counters(), lease_s=_PATIENCE_S, payload_limit=PAYLOAD_LIMIT
             )
         return self._tools[loop]
 
-    async def _on_loop(self) -> Tools:
+    async def _on_loop(self) -> EffectRuntime:
         return self.tools()
 
     async def _open(self) -> MemoryLedger:
         return self._ledger
 
 
-async def _find(_queue: str, _job_id: str) -> JobView | None:
+async def _find(_queue: str, _job_id: str) -> JobInfo | None:
     """There is no other job."""
     return None

@@ -1,4 +1,4 @@
-"""Running an app's jobs inside a test: at once (`inline`), or those that are due (`drain`).
+"""Run an app's jobs inside a test: on submit (`inline`), or all that are due (`drain`).
 
     with inline(app):
         job = await publish.submit(article)      # has run when this returns
@@ -6,10 +6,12 @@
 
     await drain(app)                             # a real worker, until nothing is due
 
-Inline mode needs no store and reaches none: jobs, effects and steps are kept in memory and end with the block, webhooks
-are not sent. Arguments and results go through the same codec, failures through the same classification and `judge`;
-retries and delays happen at once, only a task's `timeout` is real time. `drain` runs on the app's own engine; with a
-`ManualClock` and SQLite in memory, advance the clock and drain again.
+Inline mode uses no store: jobs, effects and steps are kept in memory and end with the block, and webhooks are not sent.
+Arguments and results pass through the same codec as in production, failures through the same classification and
+`judge`. Retries and delays happen at once; only a task's `timeout` is real time.
+
+`drain` runs a worker on the app's own engine. With SQLite in memory and a `ManualClock`, which stands still,
+`advance` the clock and drain again. `InMemoryWorker`, the fixture `holdfast_worker`, does both.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from holdfast.app import Holdfast
-from holdfast.clock import SystemClock
-from holdfast.core.job import Claim, Envelope, JobView, Lease, Receipt
+from holdfast.client.submitter import Submitter
+from holdfast.clock import Clock, SystemClock, to_ms
+from holdfast.core.job import MAX_BATCH, Claim, Envelope, JobInfo, Lease, Receipt
 from holdfast.core.states import State, check_move
 from holdfast.core.verdict import (
     TARGETS,
@@ -38,22 +41,44 @@ from holdfast.core.verdict import (
     Suspend,
     Verdict,
     advance,
-    answered,
-    by_operator,
     judge,
+    operator_failure,
+    with_approval,
 )
-from holdfast.effects.tools import Tools
-from holdfast.engine.port import MAX_BATCH
-from holdfast.errors import TransitionInvalid, UnknownJob, WaitTimeout
-from holdfast.observe.counts import Counts
-from holdfast.submitter import Desk
+from holdfast.effects.runtime import EffectRuntime
+from holdfast.errors import InvalidOption, TransitionInvalid, UnknownJob, UsageError, WaitTimeout
+from holdfast.execution.context import Context
+from holdfast.execution.invoke import invoke, invoke_sync, suspend_if_in_doubt, timed_out, unknown_task
+from holdfast.execution.spec import ExecutionMode, TaskPolicy, TaskSpec
+from holdfast.observe.counters import Counters
 from holdfast.testing.effects import MemoryLedger
-from holdfast.worker.classify import left_undecided, timed_out, unknown_task
-from holdfast.worker.context import Context
-from holdfast.worker.perform import perform, perform_sync
-from holdfast.worker.plan import Mode, Plan, Policy
 from holdfast.worker.runner import CANCEL_GRACE_S
 from holdfast.worker.worker import Worker
+
+#: 2024-01-01T00:00:00Z: any instant does, as long as it is the same in every run.
+START_MS: Final = 1_704_067_200_000
+
+
+class ManualClock(Clock):
+    """Stands still until `advance` is called. Safe to read from any thread."""
+
+    def __init__(self, start_ms: int = START_MS) -> None:
+        self._now_ms = start_ms
+
+    def now_ms(self) -> int:
+        return self._now_ms
+
+    def advance(self, by: timedelta | float) -> None:
+        """Let time pass: a `timedelta`, or seconds."""
+        span = by if isinstance(by, timedelta) else timedelta(seconds=by)
+        if span < timedelta():
+            raise InvalidOption(f"time does not run backwards: advance({by!r}); use `jump` to test a clock that does")
+        self._now_ms += to_ms(span)
+
+    def jump(self, to_ms: int) -> None:
+        """Set the clock, back or forth, as a bad time server would."""
+        self._now_ms = to_ms
+
 
 _WORKER: Final = "inline"
 _LOOK_S: Final = 0.002
@@ -63,7 +88,7 @@ _NOT_AT_ALL: Final = timedelta()
 @contextmanager
 def inline(app: Holdfast) -> Iterator[None]:
     """Inside the block, `submit` runs the job where it is submitted, to its end."""
-    with app.run_inline(InlineDesk(app)):
+    with app.run_inline(InlineSubmitter(app)):
         yield
 
 
@@ -97,36 +122,36 @@ async def _is_idle(app: Holdfast, worker: Worker, queues: Sequence[str]) -> bool
 
 async def _due(app: Holdfast, worker: Worker, queues: Sequence[str]) -> int:
     """Jobs that run, or could run now."""
-    due = worker.in_hand + (not worker.ready)
+    due = worker.in_flight + (not worker.ready)
     for queue in queues:
         stats = await app.engine.stats(queue)
         if not stats.control.paused:
             due += max(0, stats.states.get(State.QUEUED, 0) - stats.delayed)
     # The engine is asked, too: what it has handed out just now may still be on its way to the worker.
     handed_out = sum(view.pending for view in await app.engine.workers(queues) if view.worker == worker.incarnation)
-    return due + handed_out + worker.in_hand
+    return due + handed_out + worker.in_flight
 
 
-class InlineDesk(Desk):
+class InlineSubmitter(Submitter):
     """Runs jobs where they are handed in, and remembers how they ended."""
 
     def __init__(self, app: Holdfast) -> None:
         self._app = app
-        self._views: dict[tuple[str, str], JobView] = {}
+        self._views: dict[tuple[str, str], JobInfo] = {}
         self._keys: dict[tuple[str, str, str], str] = {}
         self._clock = SystemClock()
         self._random = Random()
         #: What jobs have slept: nobody waits for it here.
         self._slept_ms = 0
         #: For effects and steps, by event loop: a blocking door has another one than the test.
-        self._tools: dict[asyncio.AbstractEventLoop, Tools] = {}
+        self._tools: dict[asyncio.AbstractEventLoop, EffectRuntime] = {}
         self._memory = MemoryLedger()
-        self._counts = Counts()
+        self._counts = Counters()
 
     async def submit(self, envelope: Envelope) -> Receipt:
-        gate = self._app.gate(None, can_ask=True)
-        if gate.minds(envelope):
-            envelope = await gate.admit(envelope)
+        gate = self._app.guard_runner(None, can_ask=True)
+        if gate.applies_to(envelope):
+            envelope = await gate.review(envelope)
         if envelope.idempotency_key:
             key = (envelope.tenant_id, envelope.queue, envelope.idempotency_key)
             first = self._keys.setdefault(key, envelope.job_id)
@@ -140,10 +165,10 @@ class InlineDesk(Desk):
     async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]:
         return [await self.submit(envelope) for envelope in envelopes]
 
-    async def get(self, queue: str, job_id: str) -> JobView | None:
+    async def get(self, queue: str, job_id: str) -> JobInfo | None:
         return self._views.get((queue, job_id))
 
-    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobView | None:
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
         view = self._views.get((queue, job_id))
         if view is not None and view.finished_at_ms == 0:
             # Nobody will ever move it: waiting would hang the test.
@@ -154,13 +179,13 @@ class InlineDesk(Desk):
         view = self._views.get((queue, job_id))
         if view is None:
             raise UnknownJob(job_id)
-        failure, meta = by_operator(State.CANCELLED, actor, reason), view.meta
+        failure, meta = operator_failure(State.CANCELLED, actor, reason), view.meta
         if view.state is State.WAITING_APPROVAL:
-            meta = answered(meta, None)
+            meta = with_approval(meta, None)
         self._move(view, State.CANCELLED, meta=meta, failure=failure, finished_at_ms=self._clock.now_ms())
 
-    def _fresh(self, envelope: Envelope) -> JobView:
-        return JobView(
+    def _fresh(self, envelope: Envelope) -> JobInfo:
+        return JobInfo(
             job_id=envelope.job_id,
             task=envelope.task,
             queue=envelope.queue,
@@ -179,25 +204,25 @@ class InlineDesk(Desk):
         while (view := self._views[queue, job_id]).state in (State.QUEUED, State.RETRYING):
             view = self._move(view, State.RUNNING, attempt=view.attempt + 1)
             claim = self._claim(view)
-            plan = self._app.plans.get(claim.task)
+            plan = self._app.specs.get(claim.task)
             with_context = plan is not None and plan.context_name is not None
             context = Context(claim, self._own_tools()) if with_context else None
             outcome = await self._perform(claim, plan, context)
-            policy = plan.policy if plan is not None else Policy()
+            policy = plan.policy if plan is not None else TaskPolicy()
             verdict = judge(claim, outcome, policy.retry, policy.on_exhausted, self._random, self._clock.now_ms)
             if context is not None:
-                verdict = left_undecided(verdict, context.undecided)
+                verdict = suspend_if_in_doubt(verdict, context._effects_in_doubt)
             try:
                 self._settle(self._views[queue, job_id], claim, verdict)
             except TransitionInvalid:
                 # It cancelled itself in its own run.
                 return
 
-    async def _perform(self, claim: Claim, plan: Plan | None, context: Context | None) -> Outcome:
+    async def _perform(self, claim: Claim, plan: TaskSpec | None, context: Context | None) -> Outcome:
         if plan is None:
-            return unknown_task(claim.task, tuple(self._app.plans))
-        on_loop = plan.mode is Mode.LOOP
-        work = perform(plan, claim, context) if on_loop else asyncio.to_thread(perform_sync, plan, claim, context)
+            return unknown_task(claim.task, tuple(self._app.specs))
+        on_loop = plan.mode is ExecutionMode.LOOP
+        work = invoke(plan, claim, context) if on_loop else asyncio.to_thread(invoke_sync, plan, claim, context)
         running = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait([running], timeout=plan.timeout_s)
@@ -214,16 +239,16 @@ class InlineDesk(Desk):
     async def _end(running: asyncio.Future[Outcome], context: Context | None) -> Outcome | None:
         """End a run from outside. A thread cannot be stopped; nobody waits for it."""
         if context is not None:
-            context.stop()
+            context._end()
         running.cancel()
         await asyncio.wait([running], timeout=CANCEL_GRACE_S)
         return running.result() if running.done() and not running.cancelled() else None
 
-    def _own_tools(self) -> Tools:
+    def _own_tools(self) -> EffectRuntime:
         loop = asyncio.get_running_loop()
         if loop not in self._tools:
             settings = self._app.settings
-            self._tools[loop] = Tools(
+            self._tools[loop] = EffectRuntime(
                 self._ledger,
                 self.get,
                 self._now_ms,
@@ -239,7 +264,7 @@ class InlineDesk(Desk):
     def _now_ms(self) -> int:
         return self._clock.now_ms() + self._slept_ms
 
-    def _claim(self, view: JobView) -> Claim:
+    def _claim(self, view: JobInfo) -> Claim:
         now_ms = self._now_ms()
         lease = Lease(view.queue, view.job_id, f"inline-{view.attempt}", 1, _WORKER)
         return Claim(
@@ -255,7 +280,7 @@ class InlineDesk(Desk):
             view.meta,
         )
 
-    def _settle(self, view: JobView, claim: Claim, verdict: Verdict) -> None:
+    def _settle(self, view: JobInfo, claim: Claim, verdict: Verdict) -> None:
         if isinstance(verdict, Release):
             self._slept_ms += verdict.delay_ms
         now_ms = self._now_ms()
@@ -272,11 +297,45 @@ class InlineDesk(Desk):
             case _:
                 pass
 
-    def _move(self, view: JobView, to: State, **changes: object) -> JobView:
+    def _move(self, view: JobInfo, to: State, **changes: object) -> JobInfo:
         check_move(view.job_id, view.state, to)
         view = msgspec.structs.replace(view, state=to, **changes)
         self._keep(view)
         return view
 
-    def _keep(self, view: JobView) -> None:
+    def _keep(self, view: JobInfo) -> None:
         self._views[view.queue, view.job_id] = view
+
+
+class InMemoryWorker:
+    """What the fixture `holdfast_worker` gives. Delivers no webhooks and publishes no events."""
+
+    def __init__(self, app: Holdfast, clock: ManualClock) -> None:
+        """Raises `UsageError` for an app that is not in memory."""
+        if not app.settings.in_memory:
+            raise UsageError(
+                f"the app is on {app.settings.url.partition('://')[0]}://…, not in memory; return it from the fixture "
+                "holdfast_base_app and use holdfast_app, which moves it"
+            )
+        self.app = app
+        self.clock = clock
+
+    async def drain(self, queues: Sequence[str] | None = None) -> int:
+        """Run what is due, and what becomes due by it, until nothing is; returns how many runs that took."""
+        return await drain(self.app, queues)
+
+    async def advance(self, by: timedelta | float, queues: Sequence[str] | None = None) -> int:
+        """Let time pass, then drain."""
+        self.clock.advance(by)
+        return await self.drain(queues)
+
+    def drain_sync(self, queues: Sequence[str] | None = None) -> int:
+        """`drain` for tests without an event loop."""
+        return self._call(lambda: self.drain(queues), "drain")
+
+    def advance_sync(self, by: timedelta | float, queues: Sequence[str] | None = None) -> int:
+        """`advance` for tests without an event loop."""
+        return self._call(lambda: self.advance(by, queues), "advance")
+
+    def _call(self, make: Any, name: str) -> int:
+        return int(self.app._portal.call(f"{name}_sync", make, f"await holdfast_worker.{name}(…)"))

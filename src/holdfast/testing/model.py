@@ -11,15 +11,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
-from holdfast.core.job import Ask, Claim, Consent, Envelope, Lease, Receipt
+from holdfast.core.job import Approval, ApprovalRequest, Claim, Envelope, Lease, Receipt
 from holdfast.core.states import FINAL, State, is_legal
 from holdfast.core.verdict import (
     TARGETS,
-    Answer,
     DeadLetter,
     Hold,
     Release,
     RetryLater,
+    SettleResult,
     Succeed,
     Suspend,
     Verdict,
@@ -59,9 +59,9 @@ class ModelJob:
     #: The token of the last settlement that was applied.
     settled: str = ""
     #: What people are asked, while it waits for them; what they have allowed so far.
-    ask: Ask | None = None
+    ask: ApprovalRequest | None = None
     cleared: str = ""
-    consents: dict[str, Consent] = field(default_factory=dict)
+    consents: dict[str, Approval] = field(default_factory=dict)
 
     @property
     def job_id(self) -> str:
@@ -190,10 +190,10 @@ class Model:
 
     # Ending ----------------------------------------------------------------------------------------
 
-    def settle(self, claim: Claim, verdict: Verdict) -> Answer:
+    def settle(self, claim: Claim, verdict: Verdict) -> SettleResult:
         job = self.jobs[claim.job_id]
         if job.lease != claim.lease:
-            return Answer.ALREADY if self.was_settled(claim) else Answer.STALE
+            return SettleResult.ALREADY if self.was_settled(claim) else SettleResult.STALE
         job.settled = claim.lease.token
         job.lease = None
         job.state = TARGETS[type(verdict)]
@@ -207,13 +207,13 @@ class Model:
                 job.attempt -= not started
             case DeadLetter():
                 self._bury(job)
-            case Hold(ask=ask):
+            case Hold(request=ask):
                 job.ask = ask
             case Succeed() | Suspend():
                 pass
             case _:
                 assert_never(verdict)
-        return Answer.APPLIED
+        return SettleResult.APPLIED
 
     def was_settled(self, claim: Claim) -> bool:
         return self.jobs[claim.job_id].settled == claim.lease.token
@@ -228,7 +228,7 @@ class Model:
         job.run_at, job.asleep_until = min(job.run_at, self.now), min(job.asleep_until, self.now)
         job.perhaps_in_line = not (self.pending and job.state is State.RETRYING)
 
-    def move(self, job_id: str, to: State, consent: Consent | None = None) -> State:
+    def move(self, job_id: str, to: State, consent: Approval | None = None) -> State:
         job = self.jobs[job_id]
         came_from, job.state = job.state, to
         if job.ask is not None and consent is not None and consent.approval_id == job.ask.approval_id:

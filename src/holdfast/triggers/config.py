@@ -1,16 +1,21 @@
-"""What a trigger is told (requirement T3). Frozen; every mistake is found when it is made.
+"""Configuration of triggers (T3) and capacity planning (T9).
 
-`TriggerConfig` is how a trigger behaves; with an adapter and a runtime at hand it is all that `QueueTrigger` needs.
-`TriggerEntry` is the same with a description of both, as it stands in a file (`holdfast.triggers.file`).
+Configurations are frozen and validated when they are created. `TriggerConfig` says how a trigger behaves; with an
+adapter and a runtime it is all that `QueueTrigger` needs. `TriggerEntry` adds the description of both, as in a file
+(`holdfast.triggers.config_file`).
+
+`plan_capacity` estimates the workers and memory that a trigger needs. It calculates and does not measure.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from enum import StrEnum
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
+import msgspec
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -23,8 +28,8 @@ from pydantic import (
 )
 
 from holdfast.brokers.factory import connection_model
+from holdfast.core.text import check_name
 from holdfast.errors import InvalidOption
-from holdfast.options import check_name
 
 #: As names of queues and tasks are, and without a slash: it stands in addresses.
 _NAME: Final = re.compile(r"[!-.0-z|~]{1,200}")
@@ -230,3 +235,55 @@ class TriggerEntry(TriggerConfig):
 
     adapter: AdapterConfig
     runtime: RuntimeConfig
+
+
+#: Workers that compute gain nothing beyond so many for each core.
+_PER_CORE: Final = 2
+_MIB: Final = 2**20
+#: The interpreter, and the keys of deduplication, in MB.
+_BASE_MB: Final = 100
+_KEYS_MB: Final = 50
+#: Messages that lie ready for each worker.
+_BUFFERED: Final = 100
+_RESERVE: Final = 1.5
+#: More than any machine, and few enough to be exact.
+_MOST: Final = 1e12
+
+
+class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is needed, in one process or in several."""
+
+    concurrency: int
+    #: What the rate would take; more than `concurrency` if the cores are the limit.
+    wanted: int
+    memory_mb: float
+    #: Messages per second that `concurrency` can do.
+    rate: float
+
+    @property
+    def enough(self) -> bool:
+        """Whether one process keeps up."""
+        return self.concurrency >= self.wanted
+
+    @property
+    def processes(self) -> int:
+        """Processes of this size, on machines of their own, that keep up together."""
+        return math.ceil(self.wanted / self.concurrency)
+
+
+def plan_capacity(
+    *, rate: float, seconds_per_message: float, message_bytes: float, cores: int, waiting: bool = False
+) -> CapacityPlan:
+    """For `rate` messages a second; `waiting`: the work waits for others, and does not keep a core busy."""
+    for name, value in (("rate", rate), ("seconds per message", seconds_per_message), ("cores", cores)):
+        if not 0 < value <= _MOST:
+            raise InvalidOption(f"{name} must be more than 0, not {value}")
+    if not 0 <= message_bytes <= _MOST:
+        raise InvalidOption(f"bytes per message must be 0 or more, not {message_bytes}")
+    # 0.1 × 30 is a hair more than 3 in floating point, and would ask for a fourth.
+    wanted = max(1, math.ceil(round(rate * seconds_per_message, 9)))
+    concurrency = wanted if waiting else min(wanted, _PER_CORE * cores)
+    memory_mb = (_BASE_MB + concurrency * _BUFFERED * message_bytes / _MIB + _KEYS_MB) * _RESERVE
+    return CapacityPlan(
+        concurrency=concurrency, wanted=wanted, memory_mb=memory_mb, rate=concurrency / seconds_per_message
+    )

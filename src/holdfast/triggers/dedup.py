@@ -22,11 +22,11 @@ from uuid import uuid4
 import msgspec
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.effects.desk import Desk
+from holdfast.effects.runtime import EffectBatcher
 from holdfast.errors import LedgerUnavailable
 from holdfast.identity import new_identity
-from holdfast.ledger.port import Effects, Held, KeyState, Outcome, Reservation
-from holdfast.triggers.envelope import storable
+from holdfast.ledger.port.effects import EffectKey, EffectOutcome, EffectState, EffectStore, Reservation
+from holdfast.triggers.envelope import key_or_hash
 
 _log: Final = logging.getLogger("holdfast.trigger")
 
@@ -39,7 +39,7 @@ _SEEN_LIMIT: Final = 100_000
 _FUNCTION: Final = "trigger"
 
 
-class Ticket:
+class DedupTicket:
     """A reservation of ours."""
 
     __slots__ = ("key", "message_id", "tenant_id", "token", "turn")
@@ -53,32 +53,32 @@ class Ticket:
         self.turn = asyncio.Lock()
 
 
-class Known(msgspec.Struct, frozen=True):
+class AlreadyHandled(msgspec.Struct, frozen=True):
     """It has been acted on; by which run."""
 
     run_id: str
 
 
 #: Ours now; done before; or somebody is at it: look again.
-Answer = Ticket | Known | Literal["busy"]
+Answer = DedupTicket | AlreadyHandled | Literal["busy"]
 
 
-class Dedup(Protocol):
+class DedupStore(Protocol):
     """A store of keys. Methods raise `LedgerUnavailable` while it does not answer."""
 
-    async def begin(self, tenant_id: str, key: str, message_id: str) -> Answer:
+    async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
         """Reserve the key, if it is free."""
         ...
 
-    async def done(self, ticket: Ticket, run_id: str, window_ms: int) -> None:
+    async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
         """It has run: known from now on, for so long."""
         ...
 
-    async def give_up(self, ticket: Ticket) -> None:
+    async def release(self, ticket: DedupTicket) -> None:
         """It has not run, or shall run again: the key is free."""
         ...
 
-    def forget(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: DedupTicket) -> None:
         """The store does not answer, and nobody will ask again: whoever comes next takes the key over."""
         ...
 
@@ -87,7 +87,7 @@ class Dedup(Protocol):
         ...
 
 
-class MemoryDedup(Dedup):
+class InMemoryDedupStore(DedupStore):
     """Keys of this process alone: for tests, and for triggers of which there is only one."""
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -95,20 +95,20 @@ class MemoryDedup(Dedup):
         self._held: dict[tuple[str, str], str] = {}
         self._done: dict[tuple[str, str], tuple[str, int]] = {}
 
-    async def begin(self, tenant_id: str, key: str, message_id: str) -> Answer:
+    async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
         place = (tenant_id, key)
         done = self._done.get(place)
         if done is not None:
             if done[1] > self._clock.now_ms():
-                return Known(done[0])
+                return AlreadyHandled(done[0])
             del self._done[place]
         if place in self._held:
             return "busy"
-        ticket = Ticket(tenant_id, key, message_id)
+        ticket = DedupTicket(tenant_id, key, message_id)
         self._held[place] = ticket.token
         return ticket
 
-    async def done(self, ticket: Ticket, run_id: str, window_ms: int) -> None:
+    async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
         place, now_ms = (ticket.tenant_id, ticket.key), self._clock.now_ms()
         self._held.pop(place, None)
         self._done.pop(place, None)
@@ -117,40 +117,40 @@ class MemoryDedup(Dedup):
         while (oldest := next(iter(self._done))) != place and self._done[oldest][1] <= now_ms:
             del self._done[oldest]
 
-    async def give_up(self, ticket: Ticket) -> None:
-        self.forget(ticket)
+    async def release(self, ticket: DedupTicket) -> None:
+        self.abandon(ticket)
 
-    def forget(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: DedupTicket) -> None:
         self._held.pop((ticket.tenant_id, ticket.key), None)
 
     async def close(self) -> None:
         self._held.clear()
 
 
-class LedgerDedup(Dedup):
+class LedgerDedupStore(DedupStore):
     """Keys in the ledger's `idempotency_keys`, for any number of processes. One event loop."""
 
     def __init__(
         self,
-        effects: Effects,
+        effects: EffectStore,
         queue_name: str,
         *,
         lease_s: float = _LEASE_S,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._desk = Desk(effects)
+        self._desk = EffectBatcher(effects)
         self._queue = queue_name
         self._lease_s = lease_s
         self._monotonic = monotonic
         self._worker = new_identity("trigger")
         #: Ours, by token.
-        self._active: dict[str, Ticket] = {}
+        self._active: dict[str, DedupTicket] = {}
         #: Others' reservations, and since when they have been seen unchanged: by our clock, since theirs may be wrong.
         self._seen: dict[tuple[str, str], tuple[tuple[str, int], float]] = {}
         self._renewing: asyncio.Task[None] | None = None
 
-    async def begin(self, tenant_id: str, key: str, message_id: str) -> Answer:
-        ticket = Ticket(tenant_id, storable(f"trigger:{key}"), message_id)
+    async def reserve(self, tenant_id: str, key: str, message_id: str) -> Answer:
+        ticket = DedupTicket(tenant_id, key_or_hash(f"trigger:{key}"), message_id)
         held = await self._reserve(ticket)
         if held.token != ticket.token and self._is_lost(ticket, held):
             _log.warning("message %s was begun by %s, which is lost: it runs again", held.job_id, held.worker)
@@ -161,25 +161,25 @@ class LedgerDedup(Dedup):
             self._renew()
             return ticket
         self._active.pop(ticket.token, None)
-        if held.state is KeyState.DONE:
+        if held.state is EffectState.DONE:
             self._seen.pop(place, None)
-            return Known(msgspec.json.decode(held.value, type=str) if held.value else "")
+            return AlreadyHandled(msgspec.json.decode(held.value, type=str) if held.value else "")
         return "busy"
 
-    async def done(self, ticket: Ticket, run_id: str, window_ms: int) -> None:
-        outcome = self._outcome(ticket, KeyState.DONE, msgspec.json.encode(run_id), window_ms)
+    async def complete(self, ticket: DedupTicket, run_id: str, window_ms: int) -> None:
+        outcome = self._outcome(ticket, EffectState.DONE, msgspec.json.encode(run_id), window_ms)
         async with ticket.turn:
             held = await self._desk.conclude(outcome)
             self._active.pop(ticket.token, None)
         if not held:
             _log.error("the key %r was taken over while this process was at it: it may have run twice", ticket.key)
 
-    async def give_up(self, ticket: Ticket) -> None:
+    async def release(self, ticket: DedupTicket) -> None:
         async with ticket.turn:
             self._active.pop(ticket.token, None)
             await self._desk.conclude(self._outcome(ticket, None))
 
-    def forget(self, ticket: Ticket) -> None:
+    def abandon(self, ticket: DedupTicket) -> None:
         self._active.pop(ticket.token, None)
 
     async def close(self) -> None:
@@ -189,7 +189,7 @@ class LedgerDedup(Dedup):
             await asyncio.wait({self._renewing})
         self._active.clear()
 
-    async def _reserve(self, ticket: Ticket, instead_of: str = "") -> Held:
+    async def _reserve(self, ticket: DedupTicket, instead_of: str = "") -> EffectKey:
         # Before it is made: whoever finds it must see that it is ours.
         self._active[ticket.token] = ticket
         try:
@@ -199,7 +199,7 @@ class LedgerDedup(Dedup):
             self._active.pop(ticket.token, None)
             raise
 
-    def _wish(self, ticket: Ticket, instead_of: str) -> Reservation:
+    def _wish(self, ticket: DedupTicket, instead_of: str) -> Reservation:
         return Reservation(
             tenant_id=ticket.tenant_id,
             key=ticket.key,
@@ -210,11 +210,13 @@ class LedgerDedup(Dedup):
             job_id=ticket.message_id,
             attempt=0,
             worker=self._worker,
-            instead_of=instead_of,
+            replaces_token=instead_of,
         )
 
-    def _outcome(self, ticket: Ticket, state: KeyState | None, value: bytes | None = None, ttl_ms: int = 0) -> Outcome:
-        return Outcome(
+    def _outcome(
+        self, ticket: DedupTicket, state: EffectState | None, value: bytes | None = None, ttl_ms: int = 0
+    ) -> EffectOutcome:
+        return EffectOutcome(
             tenant_id=ticket.tenant_id,
             key=ticket.key,
             token=ticket.token,
@@ -223,9 +225,9 @@ class LedgerDedup(Dedup):
             ttl_ms=ttl_ms or None,
         )
 
-    def _is_lost(self, ticket: Ticket, held: Held) -> bool:
+    def _is_lost(self, ticket: DedupTicket, held: EffectKey) -> bool:
         """Whether its holder has been silent for a lease."""
-        if held.state is KeyState.DONE or held.token in self._active:
+        if held.state is EffectState.DONE or held.token in self._active:
             return False
         if held.worker == self._worker:
             # Reserved by a call whose answer never came.
@@ -254,7 +256,7 @@ class LedgerDedup(Dedup):
                 return
             await asyncio.gather(*(self._renew_one(ticket) for ticket in tickets))
 
-    async def _renew_one(self, ticket: Ticket) -> None:
+    async def _renew_one(self, ticket: DedupTicket) -> None:
         async with ticket.turn:
             if ticket.token not in self._active:
                 return

@@ -1,25 +1,144 @@
-"""A message of any broker in one shape (requirement T2).
+"""Parse a message of any broker into a `MessageEnvelope` (T2).
 
-Headers that are missing are None. A key that is too long or cannot be stored is known by its hash; a tenant id or event
-name that cannot be is a `ParseError`, since anything else than what was meant would act for somebody else.
+Fields of missing headers are None. A dedup key that is too long or cannot be stored is replaced by its hash. A tenant
+id or event name that cannot be stored raises `ParseError`, because a substitute could act for another tenant.
+
+Parsers, which turn the body into the payload without loss:
+
+json          any JSON value; the last value of a repeated key wins, integers may be of any size
+text          UTF-8
+binary        the bytes unchanged
+cloudevents   a CloudEvent in structured JSON: its data; type and id stand in for missing headers, and the other
+              attributes become headers `ce-…`
+
+The payload of a tombstone (a Kafka message without a value) is None; a tombstone is not a CloudEvent. An empty body is
+valid text and binary of length 0, but not JSON.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
 from holdfast.brokers.port import RawMessage
 from holdfast.core.job import DEFAULT_TENANT
-from holdfast.errors import InvalidOption, PayloadTooLarge
-from holdfast.ledger.text import clean
-from holdfast.options import KEY_LIMIT, NAME_LIMIT, check_name
-from holdfast.triggers.parsers import ParseError, Parser
+from holdfast.core.text import KEY_LIMIT, NAME_LIMIT, check_name, clean
+from holdfast.errors import InvalidOption, InvalidPayload, PayloadTooLarge
+
+
+class ParseError(InvalidPayload):
+    """A body that its parser cannot read, or a header that cannot be. No later try will do better."""
+
+
+class Parsed(msgspec.Struct, frozen=True):
+    """What a body says."""
+
+    payload: Any
+    #: The payload as JSON, byte by byte as it came; None if it is no JSON.
+    json: bytes | None = None
+    #: What stands in for headers that are missing.
+    event_name: str = ""
+    dedup_key: str = ""
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+Parser = Callable[[bytes | None], Parsed]
+
+_any: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder()
+_members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NOTHING: Final = msgspec.Raw(b"null")
+_TOMBSTONE: Final = Parsed(None, b"null")
+_NEEDED: Final = ("specversion", "id", "source", "type")
+
+
+def parser_of(kind: str) -> Parser:
+    """The parser of this name."""
+    parser = _PARSERS.get(kind)
+    if parser is None:
+        raise InvalidOption(f"there is no parser {kind!r}; it is one of {', '.join(_PARSERS)}")
+    return parser
+
+
+def parse_json(body: bytes | None) -> Parsed:
+    return _TOMBSTONE if body is None else Parsed(_json(_any, body), body)
+
+
+def parse_text(body: bytes | None) -> Parsed:
+    if body is None:
+        return _TOMBSTONE
+    try:
+        return Parsed(body.decode())
+    except UnicodeDecodeError as exc:
+        # Its own words would show bytes of the message.
+        raise ParseError(f"the message is not UTF-8: byte {exc.start} of {len(body)}: {exc.reason}") from None
+
+
+def parse_binary(body: bytes | None) -> Parsed:
+    return _TOMBSTONE if body is None else Parsed(body)
+
+
+def parse_cloud_event(body: bytes | None) -> Parsed:
+    if body is None:
+        raise ParseError("the message is not a CloudEvent: it is a tombstone, without a value")
+    members = _json(_members, body)
+    attributes: dict[str, str] = {}
+    for name, raw in members.items():
+        if name not in ("data", "data_base64"):
+            value = _json(_any, bytes(raw))
+            attributes[name.lower()] = value if isinstance(value, str) else bytes(raw).decode()
+    for name in _NEEDED:
+        if not attributes.get(name):
+            raise ParseError(f"the message is no CloudEvent: its {name!r} is missing")
+    if not attributes["specversion"].startswith("1."):
+        raise ParseError("the message is a CloudEvent of another version than 1.x")
+    payload, data = _cloud_data(members)
+    return Parsed(
+        payload,
+        data,
+        event_name=attributes["type"],
+        dedup_key=attributes["id"],
+        headers={f"ce-{name}": value for name, value in attributes.items()},
+    )
+
+
+def _cloud_data(members: dict[str, msgspec.Raw]) -> tuple[Any, bytes | None]:
+    encoded = members.get("data_base64")
+    if encoded is None:
+        data = bytes(members.get("data", _NOTHING))
+        return _json(_any, data), data
+    if "data" in members:
+        raise ParseError("the message is no CloudEvent: it has both data and data_base64")
+    text = _json(_any, bytes(encoded))
+    try:
+        return base64.b64decode(text, validate=True), None
+    except (TypeError, ValueError, binascii.Error):
+        raise ParseError("the message is no CloudEvent: its data_base64 is no base64") from None
+
+
+def _json(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ParseError(f"the message cannot be read as JSON: {exc}") from None
+    except UnicodeDecodeError as exc:
+        raise ParseError(f"the message cannot be read as JSON: it is not UTF-8 ({exc.reason})") from None
+
+
+_PARSERS: Final[Mapping[str, Parser]] = {
+    "json": parse_json,
+    "text": parse_text,
+    "binary": parse_binary,
+    "cloudevents": parse_cloud_event,
+}
+
 
 #: T5's word for a message that has no event name.
 DEFAULT_EVENT: Final = "queue_message"
@@ -122,7 +241,7 @@ def trace_id_of(raw: RawMessage) -> str:
     return _trace_id(headers.get(_TRACE_HEADER, ""), found[1] if found else "", raw.message_id)
 
 
-def guessed(raw: RawMessage, names: HeaderNames) -> tuple[str, str]:
+def tenant_and_event_hint(raw: RawMessage, names: HeaderNames) -> tuple[str, str]:
     """Tenant and event name of a message that cannot be parsed, as far as its headers can be used."""
     headers = _readable(raw.headers)
     try:
@@ -136,17 +255,17 @@ def guessed(raw: RawMessage, names: HeaderNames) -> tuple[str, str]:
     return tenant or DEFAULT_TENANT, event or DEFAULT_EVENT
 
 
-def storable(text: str, limit: int = KEY_LIMIT) -> str:
+def key_or_hash(text: str, limit: int = KEY_LIMIT) -> str:
     """The text itself, or its SHA-256 if a ledger could not hold it or look it up."""
     if text.isascii():
         # The usual case, without a copy.
         fits = len(text) <= limit and "\0" not in text
     else:
         fits = clean(text) == text and len(text.encode()) <= limit
-    return text if fits else hashed(text)
+    return text if fits else short_hash(text)
 
 
-def hashed(text: str) -> str:
+def short_hash(text: str) -> str:
     """A short name for a text, the same every time."""
     return "sha256-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -160,7 +279,7 @@ def _readable(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _key(text: str) -> str | None:
-    return storable(text) if text else None
+    return key_or_hash(text) if text else None
 
 
 def _event(name: str) -> str | None:
@@ -186,6 +305,6 @@ def _tenant(name: str, header: str) -> str | None:
 
 
 def _trace_id(given: str, w3c: str, message_id: str) -> str:
-    if given and storable(given) == given:
+    if given and key_or_hash(given) == given:
         return given
-    return w3c or storable(f"queue-{message_id}")
+    return w3c or key_or_hash(f"queue-{message_id}")

@@ -19,13 +19,12 @@ from holdfast.core.codec import encode_json
 from holdfast.errors import Fatal, InvalidOption
 from holdfast.extras import require
 from holdfast.observe.redact import redact
-from holdfast.triggers.callables import run_id_of
-from holdfast.triggers.envelope import hashed
-from holdfast.triggers.parsers import ParseError, parse_json
-from holdfast.triggers.runtime import Call, Run, Runtime
+from holdfast.triggers.envelope import ParseError, parse_json, short_hash
+from holdfast.triggers.runtime import Runtime, RuntimeCall, RuntimeResult, run_id_of
 
 if TYPE_CHECKING:
     import httpx
+
 
 _TIMEOUT_S: Final = 30.0
 #: Requests are as large as messages with their headers may be.
@@ -53,7 +52,7 @@ class RuntimeFailed(Exception):
 class HttpRuntime(Runtime):
     """One runtime, with connections that are kept. One event loop."""
 
-    at_desk = False
+    submits_jobs = False
 
     def __init__(
         self,
@@ -88,12 +87,12 @@ class HttpRuntime(Runtime):
         self, event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str
     ) -> str:
         key = str(context.get("message_id", ""))
-        call = Call(
+        call = RuntimeCall(
             event_name=event_name, context=context, focus=focus, tenant_id=tenant_id, trace_id=f"queue-{key}", key=key
         )
-        return (await self.act(call)).run_id
+        return (await self.run_call(call)).run_id
 
-    async def act(self, call: Call) -> Run:
+    async def run_call(self, call: RuntimeCall) -> RuntimeResult:
         body = encode_json(
             {
                 "event_name": call.event_name,
@@ -109,7 +108,7 @@ class HttpRuntime(Runtime):
         except self._httpx.HTTPError as exc:
             raise RuntimeFailed(f"{self._where} does not answer: {type(exc).__name__}") from exc
         if response.is_success:
-            return Run(_run_id(response.content))
+            return RuntimeResult(_run_id(response.content))
         words = f"{self._where} answered {response.status_code}"
         if response.status_code < 500 and response.status_code not in _TRIED_AGAIN:
             raise Fatal(words)
@@ -123,10 +122,10 @@ class HttpRuntime(Runtime):
         return f"<HttpRuntime {self._where}>"
 
 
-def _headers(call: Call) -> dict[str, str]:
+def _headers(call: RuntimeCall) -> dict[str, str]:
     headers = {"content-type": "application/json"}
     if call.key:
-        headers["idempotency-key"] = call.key if _fits(call.key) else hashed(call.key)
+        headers["idempotency-key"] = call.key if _fits(call.key) else short_hash(call.key)
     if call.traceparent:
         headers["traceparent"] = call.traceparent
     if _fits(call.trace_id):

@@ -17,14 +17,22 @@ from typing import Any, Final
 from uuid import uuid4
 
 from holdfast.brokers.factory import build_adapter, build_publisher, dead_letter_queue
-from holdfast.brokers.letters import DEAD_HEADERS, DEAD_MESSAGE_ID, DEAD_REASON, DEAD_SOURCE
-from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
-from holdfast.dlq.many import DEFAULT_RATE, Progress, Report, Result, silent
+from holdfast.brokers.port import (
+    DEAD_HEADERS,
+    DEAD_MESSAGE_ID,
+    DEAD_REASON,
+    DEAD_SOURCE,
+    OutgoingMessage,
+    Publisher,
+    QueueAdapter,
+    RawMessage,
+)
 from holdfast.errors import BrokerUnavailable, InvalidOption
-from holdfast.observe.redact import bounded
+from holdfast.observe.redact import redact_and_truncate
+from holdfast.operations.bulk import DEFAULT_RATE, BulkReport, BulkResult, Progress, no_progress
 from holdfast.triggers.config import TriggerEntry
 from holdfast.triggers.envelope import REPLAY_OF
-from holdfast.triggers.reasons import REASON_LIMIT
+from holdfast.triggers.state import REASON_LIMIT
 
 #: Which replay wrote a message: dead letters that come back while it runs are left for the next one.
 REPLAY_ID: Final = "x-replay-id"
@@ -61,8 +69,8 @@ async def replay_dead_letters(
     limit: int | None = None,
     rate_per_s: float = DEFAULT_RATE,
     dry_run: bool = False,
-    progress: Progress = silent,
-) -> Report:
+    progress: Progress = no_progress,
+) -> BulkReport:
     """Publish dead letters to the trigger's queue, the oldest first. Raises `BrokerUnavailable`.
 
     `dry_run` only counts, without what a command that was killed has in flight. A message that cannot be published
@@ -84,7 +92,7 @@ async def replay_dead_letters(
         await adapter.connect()
         matched = await _count(adapter, limit)
         if dry_run:
-            return Report(matched=matched, dry_run=True)
+            return BulkReport(matched=matched, dry_run=True)
         publisher = build_publisher(kind, connection)
         stack.push_async_callback(publisher.close)
         await publisher.connect()
@@ -125,14 +133,14 @@ class _Replay:
         self._prefetch = prefetch
         self._rate_per_s = rate_per_s
         self._progress = progress
-        self._results: list[Result] = []
+        self._results: list[BulkResult] = []
         #: Of other queues, or back from this replay: not acknowledged.
         self._skipped = 0
         #: Kafka's partitions where a dead letter was skipped: a commit would stop before it.
         self._closed_partitions: set[int] = set()
         self._stopped = ""
 
-    async def run(self, matched: int) -> Report:
+    async def run(self, matched: int) -> BulkReport:
         due = time.monotonic()
         async with aclosing(self._batches()) as batches:
             async for batch in batches:
@@ -141,7 +149,7 @@ class _Replay:
                 await self._publish(batch)
                 if self._stopped or self._left == 0:
                     break
-        return Report(matched=matched, dry_run=False, results=self._results, stopped=self._stopped)
+        return BulkReport(matched=matched, dry_run=False, results=self._results, stopped=self._stopped)
 
     async def _batches(self) -> AsyncGenerator[list[RawMessage], None]:
         size = max(1, min(_TOGETHER, int(self._rate_per_s / _BATCHES_PER_S)))
@@ -189,8 +197,8 @@ class _Replay:
         if partition is not None:
             self._closed_partitions.add(partition)
         if came_back:
-            reason = bounded(message.headers.get(DEAD_REASON, ""), REASON_LIMIT)
-            self._note(Result(id=_original_id(message), done=False, code="FAILED_AGAIN", message=reason))
+            reason = redact_and_truncate(message.headers.get(DEAD_REASON, ""), REASON_LIMIT)
+            self._note(BulkResult(id=_original_id(message), done=False, code="FAILED_AGAIN", message=reason))
 
     async def _is_drained(self, last_at: float) -> bool:
         if self._skipped >= self._prefetch:
@@ -218,16 +226,16 @@ class _Replay:
                 self._stopped = self._stopped or str(failure)
             self._note(_result(message_id, failure))
 
-    def _note(self, result: Result) -> None:
+    def _note(self, result: BulkResult) -> None:
         self._results.append(result)
         self._progress(result)
 
-    def _restore(self, letter: RawMessage) -> Outgoing:
+    def _restore(self, letter: RawMessage) -> OutgoingMessage:
         headers = {name: value for name, value in letter.headers.items() if name not in DEAD_HEADERS}
         headers |= {REPLAY_OF: _original_id(letter), REPLAY_ID: self._id}
         # Another id than the first message's: SQS would take the replay for a repeat of that, and drop it.
         message_id = hashlib.sha256(f"replay {letter.message_id}".encode()).hexdigest()[:32]
-        return Outgoing(self._source, letter.body, headers, letter.key, message_id)
+        return OutgoingMessage(self._source, letter.body, headers, letter.key, message_id)
 
 
 def _original_id(letter: RawMessage) -> str:
@@ -235,7 +243,7 @@ def _original_id(letter: RawMessage) -> str:
     return letter.headers.get(REPLAY_OF) or letter.headers.get(DEAD_MESSAGE_ID) or letter.message_id
 
 
-def _result(message_id: str, failure: BrokerUnavailable | None) -> Result:
+def _result(message_id: str, failure: BrokerUnavailable | None) -> BulkResult:
     if failure is None:
-        return Result(id=message_id, done=True)
-    return Result(id=message_id, done=False, code=failure.code, message=str(failure))
+        return BulkResult(id=message_id, done=True)
+    return BulkResult(id=message_id, done=False, code=failure.code, message=str(failure))

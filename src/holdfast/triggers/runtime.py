@@ -1,4 +1,10 @@
-"""Who acts on a message (requirement T5)."""
+"""Runtimes, which act on messages (T5), and guards for calls that do not become jobs.
+
+`Runtime` is the protocol. `CallableRuntime` calls a Python function in the trigger's process.
+
+`CallGuard` runs the app's guards on calls that do not become jobs (A4); jobs are reviewed when they are submitted. A
+guard that requires approval denies such a call, since only jobs can wait for one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+
+from holdfast.core.codec import encode_json
+from holdfast.core.job import Envelope, new_job_ids
+from holdfast.core.text import clean
+from holdfast.effects.functions import call_function, function_name
+from holdfast.errors import Denied, InvalidOption, NoLedger
+from holdfast.guard.runner import GuardRunner
 
 
 class Runtime(Protocol):
@@ -23,7 +36,7 @@ class Runtime(Protocol):
         ...
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class RuntimeCall(msgspec.Struct, frozen=True, kw_only=True):
     """A message on its way to a runtime: the arguments of `trigger_event`, and what else is known of it."""
 
     event_name: str
@@ -57,7 +70,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return base64.b64encode(payload).decode() if isinstance(payload, bytes) else payload
 
 
-class Run(msgspec.Struct, frozen=True):
+class RuntimeResult(msgspec.Struct, frozen=True):
     """What became of a call."""
 
     run_id: str
@@ -66,22 +79,95 @@ class Run(msgspec.Struct, frozen=True):
 
 
 @runtime_checkable
-class ActingRuntime(Protocol):
+class InternalRuntime(Protocol):
     """A runtime of holdfast's own, which can do with more than `trigger_event` tells."""
 
     #: Calls go through an app's desk: guards are asked there, duplicates are known there, and once `act` is back the
     #: work is safe. Others need a trigger's own gate and store of keys.
-    at_desk: bool
+    submits_jobs: bool
 
-    async def act(self, call: Call) -> Run: ...
+    async def run_call(self, call: RuntimeCall) -> RuntimeResult: ...
 
 
-def acting(runtime: Runtime) -> tuple[Callable[[Call], Awaitable[Run]], bool]:
+def adapt_runtime(runtime: Runtime) -> tuple[Callable[[RuntimeCall], Awaitable[RuntimeResult]], bool]:
     """How to call it, and whether it submits to an app's desk."""
-    if isinstance(runtime, ActingRuntime):
-        return runtime.act, runtime.at_desk
+    if isinstance(runtime, InternalRuntime):
+        return runtime.run_call, runtime.submits_jobs
 
-    async def act(call: Call) -> Run:
-        return Run(str(await runtime.trigger_event(call.event_name, call.context, call.focus, call.tenant_id) or ""))
+    async def act(call: RuntimeCall) -> RuntimeResult:
+        return RuntimeResult(
+            str(await runtime.trigger_event(call.event_name, call.context, call.focus, call.tenant_id) or "")
+        )
 
     return act, False
+
+
+class CallableRuntime(Runtime):
+    """Calls `function(event_name, context, focus, tenant_id)`: an `async` one on the loop, a plain one in a thread.
+
+    What it returns is the run's id: a text, a mapping with `run_id` or `id`, or nothing. The call is the run: a message
+    is acknowledged once it has returned. A process that dies in between runs it again, so it should not mind that.
+    """
+
+    submits_jobs = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function):
+            raise InvalidOption(f"a trigger's callable must be a function, not {function!r}")
+        self._function = function
+
+    async def trigger_event(
+        self, event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str
+    ) -> str:
+        return run_id_of(await call_function(self._function, (event_name, context, focus, tenant_id), {}))
+
+    async def run_call(self, call: RuntimeCall) -> RuntimeResult:
+        return RuntimeResult(await self.trigger_event(call.event_name, call.context, call.focus, call.tenant_id))
+
+    def __repr__(self) -> str:
+        return f"<CallableRuntime {function_name(self._function)}>"
+
+
+def run_id_of(answer: object) -> str:
+    """The run's id in whatever a runtime answers; empty if it names none."""
+    if isinstance(answer, Mapping):
+        answer = answer.get("run_id") or answer.get("id")
+    return clean(str(answer)) if isinstance(answer, str | int) and not isinstance(answer, bool) else ""
+
+
+_NOBODY = Envelope(job_id="-", task="-", payload=b"{}")
+
+
+class CallGuard:
+    """Asks as if the call were a job: the event's name is the task's, what is known of the message are its arguments.
+
+    The gate must know no tasks (`Gate(app.guard, {}, …)`): an event is none, even if it has the name of one.
+    """
+
+    def __init__(self, gate: GuardRunner, queue_name: str, payload_limit: int) -> None:
+        self._gate = gate
+        self._queue = queue_name
+        # The message itself is within the limit; its headers and the JSON around it come on top.
+        self._limit = 4 * payload_limit
+
+    async def check(self, call: RuntimeCall) -> None:
+        """Raises `Denied`, or `GuardFailed`. Nobody can be asked to approve a call: that is a no."""
+        if not self._gate.applies_to(_NOBODY):
+            return
+        envelope = Envelope(
+            job_id=new_job_ids(1)[0],
+            task=call.event_name,
+            payload=encode_json(call.arguments(), "what guards are told of the message", self._limit),
+            queue=self._queue,
+            tenant_id=call.tenant_id,
+            idempotency_key=call.key,
+            trace_id=call.trace_id,
+        )
+        try:
+            admitted = await self._gate.review(envelope, "trigger")
+        except NoLedger as exc:
+            raise Denied(call.event_name, (str(exc),), ()) from exc
+        ask = admitted.meta.ask
+        if admitted.hold and ask is not None:
+            reason = "people would have to approve it, which is possible only for the jobs of a holdfast task"
+            raise Denied(call.event_name, (ask.reason, reason), ask.policies)

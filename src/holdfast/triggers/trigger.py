@@ -16,29 +16,26 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from holdfast.aio import is_own_cancellation
 from holdfast.brokers.port import QueueAdapter
-from holdfast.cancelling import was_cancelled
 from holdfast.clock import Clock, SystemClock
 from holdfast.core.codec import PAYLOAD_LIMIT
 from holdfast.errors import InvalidOption, UsageError
-from holdfast.triggers.activity import Activity
+from holdfast.triggers.activity_log import Activity
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.counts import TriggerCounts
-from holdfast.triggers.dedup import Dedup
-from holdfast.triggers.feeding import Feeder
-from holdfast.triggers.gatekeeper import Gatekeeper
-from holdfast.triggers.handling import Handler
-from holdfast.triggers.holding import Holding
-from holdfast.triggers.item import Again, Held, Item, Next
-from holdfast.triggers.lines import Lines
-from holdfast.triggers.records import Records
-from holdfast.triggers.runtime import Runtime, acting
-from holdfast.triggers.state import Health as Health
+from holdfast.triggers.consumer import Consumer, KeyedQueue, OutageHold
+from holdfast.triggers.dedup import DedupStore
+from holdfast.triggers.execution_log import ExecutionLog
+from holdfast.triggers.handler import Handler
+from holdfast.triggers.runtime import CallGuard, Runtime, adapt_runtime
+from holdfast.triggers.state import InFlightMessage, Next, OnHold, RetryAfter, TriggerCounters
+from holdfast.triggers.state import TriggerHealth as TriggerHealth
 from holdfast.triggers.state import TriggerState as TriggerState
 
 if TYPE_CHECKING:
-    from holdfast.guard.gate import Gate
-    from holdfast.ledger.trigger_book import TriggerBook
+    from holdfast.guard.runner import GuardRunner
+    from holdfast.ledger.port.messages import TriggerStore
+
 
 _log: Final = logging.getLogger("holdfast.trigger")
 
@@ -60,10 +57,10 @@ class QueueTrigger:
         adapter: QueueAdapter,
         runtime: Runtime,
         *,
-        gate: Gate | None = None,
-        book: TriggerBook | None = None,
-        dedup: Dedup | None = None,
-        counts: TriggerCounts | None = None,
+        gate: GuardRunner | None = None,
+        book: TriggerStore | None = None,
+        dedup: DedupStore | None = None,
+        counts: TriggerCounters | None = None,
         clock: Clock | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         payload_limit: int = PAYLOAD_LIMIT,
@@ -71,7 +68,7 @@ class QueueTrigger:
         """`gate` and `dedup` are for runtimes that do not submit to an app's desk, which has its own. `book`: where
         records go. `sleep` waits for retries and outages; with a `clock`, durations are by that clock, too."""
         self.config = config
-        self.counts = counts or TriggerCounts(config.queue_name)
+        self.counts = counts or TriggerCounters(config.queue_name)
         self._adapter = adapter
         self._sleep = sleep
         self._book = book
@@ -80,26 +77,26 @@ class QueueTrigger:
         self._adapter_paused = False
         self._pausing = asyncio.Lock()
         self._stopping = asyncio.Lock()
-        self._lines: Lines[Item] = Lines(config.prefetch)
-        self._holding = Holding(config.name, self._lines, sleep, self._on_holding)
-        self._records: Records | None = None
+        self._lines: KeyedQueue[InFlightMessage] = KeyedQueue(config.prefetch)
+        self._holding = OutageHold(config.name, self._lines, sleep, self._on_holding)
+        self._records: ExecutionLog | None = None
         self._dedup = dedup
         measured: Clock = clock or SystemClock()
         self._activity = Activity(config, self.counts)
-        self._feeder = Feeder(config, adapter, self._lines, self.counts, self._activity, measured, sleep)
-        act, at_desk = acting(runtime)
-        if config.enable_dedup and not at_desk and dedup is None:
+        self._feeder = Consumer(config, adapter, self._lines, self.counts, self._activity, measured, sleep)
+        act, submits_jobs = adapt_runtime(runtime)
+        if config.enable_dedup and not submits_jobs and dedup is None:
             raise InvalidOption(
                 f"trigger {config.name}: its runtime knows no duplicates, so it needs a store of keys: give "
                 "dedup=LedgerDedup(…), or set enable_dedup to false"
             )
-        keeper = None if gate is None or at_desk else Gatekeeper(gate, config.queue_name, payload_limit)
+        keeper = None if gate is None or submits_jobs else CallGuard(gate, config.queue_name, payload_limit)
         self._handler = Handler(
             config,
             adapter,
             act,
-            ask=keeper.ask if keeper is not None else None,
-            dedup=None if at_desk else dedup,
+            ask=keeper.check if keeper is not None else None,
+            dedup=None if submits_jobs else dedup,
             counts=self.counts,
             record=self._record if book is not None else None,
             clock=measured,
@@ -109,10 +106,10 @@ class QueueTrigger:
         self._tasks: list[asyncio.Task[None]] = []
         self._workers: list[asyncio.Task[None]] = []
         #: In a worker's hands, and waiting for a retry.
-        self._busy: set[Item] = set()
-        self._waits: dict[Item, asyncio.Task[None]] = {}
+        self._busy: set[InFlightMessage] = set()
+        self._waits: dict[InFlightMessage, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._left: list[Item] = []
+        self._left: list[InFlightMessage] = []
 
     # Life --------------------------------------------------------------------------------------------
 
@@ -131,7 +128,7 @@ class QueueTrigger:
             await self._adapter.close()
             raise UsageError(f"trigger {self.config.name} was stopped before it had started")
         if self._book is not None:
-            self._records = Records(self._book, self.counts)
+            self._records = ExecutionLog(self._book, self.counts)
         create = asyncio.create_task
         self._feeder.feeding = True
         self._tasks = [
@@ -150,7 +147,7 @@ class QueueTrigger:
         self._must_run("pause")
         if not self._paused:
             self._paused = True
-            self._lines.shut(_PAUSED)
+            self._lines.block(_PAUSED)
             _log.info("trigger %s paused", self.config.name, extra=self._about())
         await self._pause_adapter()
 
@@ -159,7 +156,7 @@ class QueueTrigger:
         self._must_run("resume")
         if self._paused:
             self._paused = False
-            self._lines.open(_PAUSED)
+            self._lines.unblock(_PAUSED)
             _log.info("trigger %s resumed", self.config.name, extra=self._about())
         await self._pause_adapter()
 
@@ -186,7 +183,7 @@ class QueueTrigger:
             self._activity.summarize()
             self._tell_what_was_left()
 
-    def hurry(self) -> None:
+    def stop_now(self) -> None:
         """While it stops: do not wait for what is being handed over; it is delivered again."""
         if self._state is TriggerState.STOPPING:
             for worker in self._workers:
@@ -216,11 +213,11 @@ class QueueTrigger:
         return self._feeder.feeding and self.state in (TriggerState.RUNNING, TriggerState.PAUSED)
 
     @property
-    def in_hand(self) -> int:
+    def in_flight(self) -> int:
         """Messages that are neither acknowledged nor refused."""
         return self._lines.size
 
-    async def health(self) -> Health:
+    async def health(self) -> TriggerHealth:
         """The truth, now: the broker is asked."""
         running = self._state is TriggerState.RUNNING
         adapter_healthy = running and await self._ask_adapter()
@@ -231,7 +228,7 @@ class QueueTrigger:
             status = "unhealthy"
         else:
             status = "healthy" if state is TriggerState.RUNNING else state.value
-        return Health(
+        return TriggerHealth(
             status=status,
             running=running,
             adapter_healthy=adapter_healthy,
@@ -250,26 +247,26 @@ class QueueTrigger:
         finally:
             self.counts.active_workers -= 1
 
-    async def _look_at(self, item: Item) -> Next:
+    async def _look_at(self, item: InFlightMessage) -> Next:
         try:
             return await self._handler.handle(item)
         except (Exception, asyncio.CancelledError) as exc:
-            if was_cancelled(exc):
+            if is_own_cancellation(exc):
                 raise
             # A mistake of ours, or a client that cancels its calls, must not cost a message, nor the worker.
             _log.exception("message %s is looked at again", item.raw.message_id, extra=self._about(item))
-            return Again(1.0)
+            return RetryAfter(1.0)
 
-    def _go_on(self, item: Item, then: Next) -> None:
+    def _go_on(self, item: InFlightMessage, then: Next) -> None:
         if then == "off":
             self._lines.done(item)
             self._activity.end()
-            self.counts.in_hand = self._lines.size
+            self.counts.in_flight = self._lines.size
         elif self._state is not TriggerState.RUNNING:
             self._left.append(item)
             return
-        elif isinstance(then, Held):
-            self._holding.hold(item, then.reason)
+        elif isinstance(then, OnHold):
+            self._holding.add(item, then.reason)
             self.counts.held = len(self._holding)
             return
         else:
@@ -278,10 +275,10 @@ class QueueTrigger:
             self._holding.release(item)
             self.counts.held = len(self._holding)
 
-    async def _wait(self, item: Item, delay_s: float) -> None:
+    async def _wait(self, item: InFlightMessage, delay_s: float) -> None:
         await self._sleep(delay_s)
         del self._waits[item]
-        self._lines.back(item)
+        self._lines.requeue(item)
 
     def _record(self, execution: Any) -> None:
         assert self._records is not None
@@ -369,7 +366,7 @@ class QueueTrigger:
         if self._state is not TriggerState.RUNNING:
             raise UsageError(f"trigger {self.config.name} is {self._state.value}: there is nothing to {what}")
 
-    def _about(self, item: Item | None = None) -> dict[str, Any]:
+    def _about(self, item: InFlightMessage | None = None) -> dict[str, Any]:
         about = {"trigger": self.config.name, "queue": self.config.queue_name}
         return about if item is None else {**about, "message_id": item.raw.message_id, "trace_id": item.trace_id}
 

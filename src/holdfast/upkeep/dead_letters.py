@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import EMPTY_META, Event, JobView
+from holdfast.core.job import EMPTY_META, Event, JobInfo, JobKey
 from holdfast.core.states import FINAL, State, event_for
-from holdfast.engine.port import Engine, FeedEntry, Survey
+from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
 from holdfast.errors import TransitionInvalid, Unavailable, UnknownJob
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.port import DeadLetter, Ledger, Position
+from holdfast.ledger.port.ledger import FeedPosition, Ledger, RecordedDeadLetter
 
 _log: Final = logging.getLogger("holdfast.projector")
 
@@ -43,7 +43,7 @@ _STEPS: Final = ((State.DLQ_PENDING, State.DLQ_RECORDED), (State.DLQ_RECORDED, S
 _WAITING: Final = frozenset({State.DLQ_PENDING, State.DLQ_RECORDED})
 
 
-class DeadLetters:
+class DeadLetterConfirmer:
     """Tells one engine what its ledger has recorded."""
 
     def __init__(self, engine: Engine, ledger: Ledger) -> None:
@@ -52,16 +52,16 @@ class DeadLetters:
         self._ledger = ledger
         self._projection = ledger.projection
         #: Those that could not be told, and when to try again.
-        self._later: dict[DeadLetter, float] = {}
+        self._later: dict[RecordedDeadLetter, float] = {}
         #: Jobs that waited when we looked last, and where the feed ended after that.
-        self._waited: dict[str, tuple[set[str], Survey]] = {}
+        self._waited: dict[str, tuple[set[str], EngineSnapshot]] = {}
 
-    async def send(self, queue: str) -> int:
+    async def confirm_all(self, queue: str) -> int:
         """Tell all that is to be told; how many were left, because their jobs are elsewhere at the moment."""
         left, last = 0, None
         now = time.monotonic()
         self._later = {letter: at for letter, at in self._later.items() if at > now}
-        while letters := await self._projection.unacked(queue, _PAGE, last):
+        while letters := await self._projection.unacked_dead_letters(queue, _PAGE, last):
             fresh = [letter for letter in letters if letter not in self._later]
             left += len(letters) - len(fresh)
             for start in range(0, len(fresh), _TOGETHER):
@@ -71,12 +71,12 @@ class DeadLetters:
                 break
         return left
 
-    async def _send(self, letters: Sequence[DeadLetter]) -> int:
+    async def _send(self, letters: Sequence[RecordedDeadLetter]) -> int:
         """How many were left. One that cannot be told hinders no other."""
         told = await asyncio.gather(*(self._tell(letter) for letter in letters), return_exceptions=True)
         done = [letter for letter, ended in zip(letters, told, strict=True) if ended is True]
         if done:
-            await self._projection.ack(done)
+            await self._projection.ack_dead_letters(done)
         for letter, ended in zip(letters, told, strict=True):
             if ended is True:
                 continue
@@ -89,7 +89,7 @@ class DeadLetters:
             self._later[letter] = time.monotonic() + _LATER_S
         return len(letters) - len(done)
 
-    async def _tell(self, letter: DeadLetter) -> bool:
+    async def _tell(self, letter: RecordedDeadLetter) -> bool:
         """Move the job to its end; whether the letter is done with."""
         key = letter.key
         for was, to in _STEPS:
@@ -102,7 +102,7 @@ class DeadLetters:
                 return await self._is_over(letter)
         return True
 
-    async def _is_past(self, letter: DeadLetter, to: State) -> bool:
+    async def _is_past(self, letter: RecordedDeadLetter, to: State) -> bool:
         """Whether the engine had heard of it already."""
         (view,) = await self._engine.get(letter.key.queue, [letter.key.job_id])
         if view is None:
@@ -117,7 +117,7 @@ class DeadLetters:
         )
         return False
 
-    async def _is_over(self, letter: DeadLetter) -> bool:
+    async def _is_over(self, letter: RecordedDeadLetter) -> bool:
         """The engine does not know the job: it has ended long ago, or is lost and will be restored as it was."""
         if await self._ledger.recovery.still_open([letter.key]):
             return False
@@ -126,7 +126,7 @@ class DeadLetters:
 
     # From the engine's side ------------------------------------------------------------------------
 
-    async def strays(self, queue: str, at: Position) -> list[Event]:
+    async def find_orphans(self, queue: str, at: FeedPosition) -> list[Event]:
         """Events that the ledger, which is at `at`, has missed: of jobs that wait for it with their dead letter.
 
         A job that waited when we looked last and still does, while the ledger has come past the feed's end of then,
@@ -136,18 +136,18 @@ class DeadLetters:
         before = self._waited.pop(queue, None)
         if not views:
             return []
-        self._waited[queue] = ({view.job_id for view in views}, await self._engine.survey(queue, []))
+        self._waited[queue] = ({view.job_id for view in views}, await self._engine.snapshot(queue, []))
         if before is None or not await self._has(queue, at, before[1]):
             return []
         lost = {JobKey(view.tenant_id, queue, view.job_id): view for view in views if view.job_id in before[0]}
-        letters = await self._projection.letters(list(lost))
+        letters = await self._projection.dead_letters(list(lost))
         for letter in letters:
             del lost[letter.key]
         events: list[Event] = []
-        stories = await self._ledger.recovery.stories(list(lost)) if lost else {}
+        stories = await self._ledger.recovery.histories(list(lost)) if lost else {}
         for key, story in stories.items():
             if any(event.to_state in FINAL for event in story):
-                letters.append(DeadLetter(key, lost[key].meta.dlq_id))
+                letters.append(RecordedDeadLetter(key, lost[key].meta.dlq_id))
                 continue
             _log.error("the ledger has missed the end of job %s in queue %s; it is told now", key.job_id, queue)
             events += [] if story else [_creation(lost[key])]
@@ -156,24 +156,24 @@ class DeadLetters:
             await self._send(letters[start : start + _TOGETHER])
         return events
 
-    def are_waited_for(self, queue: str) -> bool:
+    def has_waiting(self, queue: str) -> bool:
         """Whether jobs waited at the last look for `strays`."""
         return queue in self._waited
 
-    async def _has(self, queue: str, at: Position, end: Survey) -> bool:
+    async def _has(self, queue: str, at: FeedPosition, end: EngineSnapshot) -> bool:
         if (at.position, at.nonce) == (end.position, end.nonce):
             return True
-        return bool(await self._projection.written(queue, [FeedEntry(end.position, end.nonce, [])]))
+        return bool(await self._projection.already_written(queue, [FeedEntry(end.position, end.nonce, [])]))
 
 
-class Unrecorded:
+class OrphanedDeadLetters:
     """Moves on what waits for a ledger that an engine no longer has. `stream:dlq` is the record then."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._waited: dict[str, set[str]] = {}
 
-    async def move_on(self, queue: str) -> int:
+    async def finish(self, queue: str) -> int:
         """End the jobs that waited when this was called last and still do: the ledger of another process would have
         seen to them meanwhile. How many were moved on."""
         if self._engine.options.ledger:
@@ -186,7 +186,7 @@ class Unrecorded:
             count += view.job_id in before and await self._end(view)
         return count
 
-    async def _end(self, view: JobView) -> bool:
+    async def _end(self, view: JobInfo) -> bool:
         try:
             for was, to in _STEPS if view.state is State.DLQ_PENDING else _STEPS[1:]:
                 await self._engine.move(view.queue, view.job_id, to, actor="upkeep", reason=_NO_LEDGER, expected=was)
@@ -196,7 +196,7 @@ class Unrecorded:
         return True
 
 
-def _creation(view: JobView) -> Event:
+def _creation(view: JobInfo) -> Event:
     data: dict[str, Any] = {
         "task": view.task,
         "payload": view.payload.decode("utf-8", "replace"),
@@ -219,7 +219,7 @@ def _creation(view: JobView) -> Event:
     )
 
 
-def _death(view: JobView, now_ms: int) -> Event:
+def _death(view: JobInfo, now_ms: int) -> Event:
     """As the engine's record tells it."""
     history = view.meta.history
     data: dict[str, Any] = {"dlq_id": view.meta.dlq_id, "history": msgspec.to_builtins(history)}

@@ -1,21 +1,26 @@
-"""A piece of upkeep, again and again: it waits as long as the piece says, and no failure ends it."""
+"""The loop around a background duty, the queues it serves, and throttled logging of its failures.
+
+`run_forever` waits as long as the duty's last pass returned; no failure ends it. `LogThrottle` logs a failure when it
+starts and then once a minute, not with every try.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from holdfast.cancelling import obey_cancellation
-from holdfast.core.backoff import Backoff
+from holdfast.aio import raise_if_cancelled
+from holdfast.core.retry import Backoff
 from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable
 
 _log: Final = logging.getLogger("holdfast.upkeep")
 
 
-async def forever(name: str, turn: Callable[[], Awaitable[float]], wake: asyncio.Event | None = None) -> None:
+async def run_forever(name: str, turn: Callable[[], Awaitable[float]], wake: asyncio.Event | None = None) -> None:
     """Call `turn` until cancelled; it returns the seconds to its next turn, which `wake` cuts short."""
     backoff = Backoff()
     while True:
@@ -29,7 +34,7 @@ async def forever(name: str, turn: Callable[[], Awaitable[float]], wake: asyncio
             pause_s = backoff.next_s()
             _log.exception("%s failed in an unexpected way, trying again", name)
         # Before the pause, which may last for minutes: a driver may have turned the cancellation into another error.
-        obey_cancellation()
+        raise_if_cancelled()
         await pause(pause_s, wake)
 
 
@@ -45,7 +50,7 @@ async def pause(seconds: float, wake: asyncio.Event | None) -> None:
         return
 
 
-class Queues:
+class QueueSelection:
     """Which queues to keep: those that were named, else all that the engine knows at the moment."""
 
     def __init__(self, engine: Engine, names: Sequence[str]) -> None:
@@ -53,9 +58,32 @@ class Queues:
         self._names = tuple(names)
 
     @property
-    def named(self) -> bool:
+    def is_explicit(self) -> bool:
         """Whether they were named."""
         return bool(self._names)
 
-    async def now(self) -> Sequence[str]:
+    async def names(self) -> Sequence[str]:
         return self._names or await self._engine.queues()
+
+
+_AGAIN_S: Final = 60.0
+
+
+class LogThrottle:
+    """About one thing."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._said_at: float | None = None
+
+    def log(self, level: int, message: str, *arguments: object, cause: Exception | None = None) -> None:
+        """Say so, unless it was said a moment ago."""
+        now = time.monotonic()
+        if self._said_at is None or now - self._said_at >= _AGAIN_S:
+            self._said_at = now
+            self._log.log(level, message, *arguments, exc_info=cause)
+
+    def reset(self) -> bool:
+        """It works; whether there was anything to complain of."""
+        complained, self._said_at = self._said_at is not None, None
+        return complained

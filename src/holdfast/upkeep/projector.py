@@ -25,18 +25,18 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import uniform
 from typing import Final
 
-from holdfast.cancelling import obey_cancellation
-from holdfast.core.backoff import Backoff
-from holdfast.engine.port import Engine, FeedEntry
+from holdfast.aio import raise_if_cancelled
+from holdfast.core.retry import Backoff
+from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import FeedEntry
 from holdfast.errors import HoldfastError, LedgerUnavailable, Unavailable
 from holdfast.identity import new_identity
-from holdfast.ledger.port import Ledger, Position, PositionMoved, Projected
-from holdfast.observe.counts import Counts
-from holdfast.upkeep.admission import admit
-from holdfast.upkeep.complaint import Complaint
-from holdfast.upkeep.dead_letters import DeadLetters
-from holdfast.upkeep.loop import Queues
-from holdfast.upkeep.track import SMALLEST_SHARE, Fork, Next, Track, Trouble, is_enough
+from holdfast.ledger.intake_recovery import reopen_intake
+from holdfast.ledger.port.ledger import FeedPosition, Ledger, PositionMoved, ProjectionResult
+from holdfast.observe.counters import Counters
+from holdfast.upkeep.dead_letters import DeadLetterConfirmer
+from holdfast.upkeep.feed_cursor import SMALLEST_SHARE, FeedCursor, FeedFailure, FeedForked, PendingBatch, is_enough
+from holdfast.upkeep.loop import LogThrottle, QueueSelection
 
 _log: Final = logging.getLogger("holdfast.projector")
 
@@ -80,14 +80,14 @@ class Projector:
         self._engine = engine
         self._ledger = ledger
         self._projection = ledger.projection
-        self._queues = Queues(engine, queues)
-        self._letters = DeadLetters(engine, ledger)
+        self._queues = QueueSelection(engine, queues)
+        self._letters = DeadLetterConfirmer(engine, ledger)
         self._forked = forked
         self._lease_ms = lease_ms
         self._linger_s = linger_s
         self._round_s = round_s
-        self._tracks: dict[str, Track] = {}
-        self._troubles: dict[str, Trouble] = {}
+        self._tracks: dict[str, FeedCursor] = {}
+        self._troubles: dict[str, FeedFailure] = {}
         #: Feeds that others project, and when to look at them again.
         self._others: set[str] = set()
         self._others_at = 0.0
@@ -98,7 +98,7 @@ class Projector:
         self._anew = True
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> Counters:
         """`projected`, `anomalies`, `forks`, `feed_lag_ms`: what happened in this process."""
         return self._engine.counts
 
@@ -109,7 +109,7 @@ class Projector:
 
     async def run(self) -> None:
         """Project until cancelled; then give the feeds back, so that another one goes on at once."""
-        backoff, complaint = Backoff(), Complaint(_log)
+        backoff, complaint = Backoff(), LogThrottle(_log)
         #: Where each feed was, last time.
         positions: dict[str, str] = {}
         try:
@@ -117,17 +117,17 @@ class Projector:
                 try:
                     await self._turn()
                     backoff.reset()
-                    if complaint.over():
+                    if complaint.reset():
                         _log.info("the projector works again")
-                    obey_cancellation()
+                    raise_if_cancelled()
                     continue
                 except Unavailable as exc:
-                    complaint.say(logging.WARNING, "the projector waits: %s", exc)
+                    complaint.log(logging.WARNING, "the projector waits: %s", exc)
                 except HoldfastError as exc:
-                    complaint.say(logging.ERROR, "the projector cannot work: %s", exc)
+                    complaint.log(logging.ERROR, "the projector cannot work: %s", exc)
                 except Exception:  # noqa: BLE001 - top of a loop
                     _log.exception("projecting failed in an unexpected way, trying again")
-                obey_cancellation()
+                raise_if_cancelled()
                 positions = {queue: track.at.position for queue, track in self._tracks.items()} | positions
                 await self._let_go()
                 await self._see_what_waits(positions)
@@ -148,12 +148,12 @@ class Projector:
         await self._serve(busy + await self._wait(wait_ms))
         self._measure()
 
-    async def _serve(self, tracks: Iterable[Track]) -> None:
+    async def _serve(self, tracks: Iterable[FeedCursor]) -> None:
         """Read them all, wait once for company, write them all; first those that somebody waits for."""
         for track in tracks:
             await self._attempt(track, self._collect)
         await self._linger()
-        due = [(track.pending.hurry, track) for track in self._tracks.values() if track.pending is not None]
+        due = [(track.pending.urgent, track) for track in self._tracks.values() if track.pending is not None]
         for _, track in sorted(due, key=lambda pair: not pair[0]):
             await self._attempt(track, self._write)
 
@@ -177,10 +177,10 @@ class Projector:
 
     async def _names(self) -> set[str]:
         # Those that could not be projected, too: an engine that was wiped lists none before it is admitted.
-        names = {*await self._queues.now(), *self._troubles}
+        names = {*await self._queues.names(), *self._troubles}
         if self._anew:
             await self._ledger.open()
-            if not self._queues.named:
+            if not self._queues.is_explicit:
                 # An engine that was wiped has forgotten its queues, the ledger has not.
                 names |= set(await self._ledger.recovery.queues())
             self._anew = False
@@ -196,7 +196,7 @@ class Projector:
         wanted = [queue for queue in wanted if queue not in self._troubles or now >= self._troubles[queue].until]
         if not wanted:
             return
-        self._others |= await self._projection.taken(wanted, self.name)
+        self._others |= await self._projection.held_by_others(wanted, self.name)
         for queue in self._others:
             # Theirs to tell.
             self._behind.pop(queue, None)
@@ -208,21 +208,21 @@ class Projector:
                     await self._stumble(queue, exc)
 
     async def _take(self, queue: str) -> None:
-        at = await self._projection.take(queue, self.name, self._lease_ms)
+        at = await self._projection.acquire(queue, self.name, self._lease_ms)
         if at is None:
             self._others.add(queue)
             return
         _log.info("projecting queue %s from %s", queue, at.position or "its start")
         trouble = self._troubles.get(queue)
-        track = self._tracks[queue] = Track(queue, at, trouble.share if trouble else 1.0)
+        track = self._tracks[queue] = FeedCursor(queue, at, trouble.share if trouble else 1.0)
         self._leased(track)
         if not at.position:
             # Its first reader. A feed that has our position has our registration, too.
-            await admit(self._engine, self._ledger, queue, insist=True)
+            await reopen_intake(self._engine, self._ledger, queue, insist=True)
         self._tell(track)
 
-    async def _keep(self, track: Track) -> None:
-        at = await self._projection.take(track.queue, self.name, self._lease_ms)
+    async def _keep(self, track: FeedCursor) -> None:
+        at = await self._projection.acquire(track.queue, self.name, self._lease_ms)
         if at is None:
             _log.info("another projector has taken queue %s", track.queue)
             self._drop(track)
@@ -231,7 +231,7 @@ class Projector:
         else:
             self._leased(track)
 
-    async def _wait(self, wait_ms: int) -> list[Track]:
+    async def _wait(self, wait_ms: int) -> list[FeedCursor]:
         """Feeds with something to read that nobody reads yet."""
         positions = {
             queue: track.pending.batch[-1].position if track.pending else track.at.position
@@ -250,13 +250,13 @@ class Projector:
             ready = list(positions)
         return [self._tracks[queue] for queue in ready if queue in self._tracks]
 
-    async def _attempt(self, track: Track, step: Callable[[Track], Awaitable[None]]) -> None:
+    async def _attempt(self, track: FeedCursor, step: Callable[[FeedCursor], Awaitable[None]]) -> None:
         """One step for one queue; what goes wrong is its trouble alone, unless engine or ledger are down."""
         if self._tracks.get(track.queue) is not track:
             return
         try:
             await step(track)
-        except Fork:
+        except FeedForked:
             await self._attempt(track, self._go_astray)
         except PositionMoved:
             _log.info("another projector was faster with queue %s", track.queue)
@@ -266,7 +266,7 @@ class Projector:
 
     async def _stumble(self, queue: str, error: Exception) -> None:
         """Let this queue go for a while. Raises if it is not its fault."""
-        trouble = self._troubles.setdefault(queue, Trouble())
+        trouble = self._troubles.setdefault(queue, FeedFailure())
         track = self._tracks.get(queue)
         if track is not None and isinstance(error, LedgerUnavailable):
             trouble.share = max(SMALLEST_SHARE, track.share / 2)
@@ -276,25 +276,25 @@ class Projector:
         if track is not None:
             self._drop(track, keep_lag=True)
         self._behind.setdefault(queue, _now_ms())
-        trouble.once_more()
+        trouble.again()
         level = logging.WARNING if isinstance(error, Unavailable) else logging.ERROR
         unexpected = None if isinstance(error, HoldfastError) else error
-        trouble.complaint.say(level, "queue %s cannot be projected, trying again: %s", queue, error, cause=unexpected)
+        trouble.complaint.log(level, "queue %s cannot be projected, trying again: %s", queue, error, cause=unexpected)
 
-    def _is_well(self, track: Track) -> None:
+    def _is_well(self, track: FeedCursor) -> None:
         if self._troubles.pop(track.queue, None) is not None:
             _log.info("queue %s is projected again", track.queue)
 
     # A batch ---------------------------------------------------------------------------------------
 
-    async def _collect(self, track: Track) -> None:
+    async def _collect(self, track: FeedCursor) -> None:
         """Read what is to be written next, if there is anything."""
         track.looked_at = time.monotonic()
         if track.astray:
             await self._find_place(track)
             return
         if track.ahead is None:
-            following = track.cut(await track.read(self._engine, track.at.position, track.at.nonce))
+            following = track.next_batch(await track.read(self._engine, track.at.position, track.at.nonce))
         else:
             following = await track.ahead
             track.ahead = None
@@ -319,14 +319,16 @@ class Projector:
             for track in ready:
                 await self._attempt(track, self._collect_more)
 
-    async def _collect_more(self, track: Track) -> None:
+    async def _collect_more(self, track: FeedCursor) -> None:
         if track.pending is None:
             await self._collect(track)
             return
         last = track.pending.batch[-1]
-        track.pending = track.cut(track.pending.batch + await track.read(self._engine, last.position, last.nonce))
+        track.pending = track.next_batch(
+            track.pending.batch + await track.read(self._engine, last.position, last.nonce)
+        )
 
-    async def _write(self, track: Track) -> None:
+    async def _write(self, track: FeedCursor) -> None:
         """Write the next batch of a feed, while what comes after it is being read."""
         following, track.pending = track.pending, None
         assert following is not None
@@ -344,30 +346,30 @@ class Projector:
         self._written(track, batch, done)
         await self._trim(track)
 
-    async def _read_on(self, track: Track, rest: list[FeedEntry], last: FeedEntry) -> Next:
-        if not is_enough(rest) and not track.cut(rest).rest:
+    async def _read_on(self, track: FeedCursor, rest: list[FeedEntry], last: FeedEntry) -> PendingBatch:
+        if not is_enough(rest) and not track.next_batch(rest).rest:
             rest = rest + await track.read(self._engine, last.position, last.nonce)
-        following = track.cut(rest)
+        following = track.next_batch(rest)
         if not following.is_enough:
             return following
-        return Next(following.batch, following.rest, self._projection.prepare(track.queue, following.batch))
+        return PendingBatch(following.batch, following.rest, self._projection.prepare(track.queue, following.batch))
 
-    def _written(self, track: Track, batch: list[FeedEntry], done: Projected) -> None:
+    def _written(self, track: FeedCursor, batch: list[FeedEntry], done: ProjectionResult) -> None:
         track.at = done.at
         self._leased(track)
         counts = self.counts
         counts.projected += done.events
         counts.anomalies += done.anomalies
-        counts.looked_up += done.looked_up
+        counts.slow_batches += done.slow_path
         track.share = min(1.0, track.share * 2)
         self._is_well(track)
         if oldest_ms := _oldest_ms(batch):
             self._lags.append(_now_ms() - oldest_ms)
         self._behind.pop(track.queue, None)
         for entry in batch:
-            if entry.fault:
+            if entry.error:
                 counts.anomalies += 1
-                _log.error("entry %s of queue %s's feed is skipped: %s", entry.position, track.queue, entry.fault)
+                _log.error("entry %s of queue %s's feed is skipped: %s", entry.position, track.queue, entry.error)
         if done.anomalies:
             _log.warning("%d events of queue %s did not fit the ledger's story", done.anomalies, track.queue)
         if done.dead_letters:
@@ -375,14 +377,14 @@ class Projector:
 
     # Forks -----------------------------------------------------------------------------------------
 
-    async def _go_astray(self, track: Track) -> None:
+    async def _go_astray(self, track: FeedCursor) -> None:
         """The feed is another one than the position's."""
         if await self._projection.position(track.queue) != track.at:
             # It is not: while we were stopped, another one went on, and has trimmed what we look for.
             raise PositionMoved(track.queue)
         track.drop_ahead()
         # Before the position moves: a feed that has been read counts as one whose keys are known.
-        await admit(self._engine, self._ledger, track.queue, insist=True)
+        await reopen_intake(self._engine, self._ledger, track.queue, insist=True)
         track.astray = True
         self.counts.forks += 1
         _log.error(
@@ -392,53 +394,53 @@ class Projector:
             track.at.position,
         )
         # Jobs may wait again for answers that the engine had been told. Before the position moves, which ends the fork.
-        await self._ledger.people.undeliver(track.queue, _FORGOTTEN_MS)
+        await self._ledger.operators.mark_undelivered(track.queue, _FORGOTTEN_MS)
         track.strays_at = 0.0
         if self._forked is not None:
             self._forked(track.queue)
 
-    async def _find_place(self, track: Track) -> None:
+    async def _find_place(self, track: FeedCursor) -> None:
         """From the feed's start, past what the ledger has of it, until the position is in this feed.
 
         What it has is a beginning of the feed: two feeds that part never meet again.
         """
         last = FeedEntry("", "", [])
         while entries := await track.read(self._engine, last.position, last.nonce):
-            known = await self._projection.written(track.queue, entries)
+            known = await self._projection.already_written(track.queue, entries)
             if fresh := [entry for entry in entries if entry.position not in known]:
                 # If it cannot be written, the track is dropped, and who takes the feed next goes astray again.
-                track.pending = track.cut(fresh)
+                track.pending = track.next_batch(fresh)
                 self._behind[track.queue] = _oldest_ms(fresh) or _now_ms()
                 track.astray = False
                 return
             last = entries[-1]
         # Nothing new yet. The position is moved all the same, so that everybody sees that this feed is being read.
-        if track.at != Position(last.position, last.nonce):
+        if track.at != FeedPosition(last.position, last.nonce):
             await self._write_all(track, [FeedEntry(last.position, last.nonce, [])])
         track.astray = not last.position
 
-    async def _write_all(self, track: Track, entries: list[FeedEntry]) -> None:
+    async def _write_all(self, track: FeedCursor, entries: list[FeedEntry]) -> None:
         while entries:
-            following = track.cut(entries)
+            following = track.next_batch(entries)
             batch, entries = following.batch, following.rest
             done = await self._projection.project(track.queue, self.name, self._lease_ms, track.at, batch)
             self._written(track, batch, done)
 
     # Beside ----------------------------------------------------------------------------------------
 
-    async def _trim_idle(self, track: Track) -> None:
+    async def _trim_idle(self, track: FeedCursor) -> None:
         await self._trim(track, idle=True)
 
-    async def _trim(self, track: Track, *, idle: bool = False) -> None:
+    async def _trim(self, track: FeedCursor, *, idle: bool = False) -> None:
         """Drop what the ledger has; never the entry at the position, which tells one feed from another."""
         now = time.monotonic()
         position = track.at.position
         if track.astray or position == track.trimmed_to or (not idle and now - track.trimmed_at < _TRIM_S):
             return
-        await self._engine.forget(track.queue, position)
+        await self._engine.trim_feed(track.queue, position)
         track.trimmed_to, track.trimmed_at = position, now
 
-    def _tell(self, track: Track) -> None:
+    def _tell(self, track: FeedCursor) -> None:
         if track.telling is not None and not track.telling.done():
             # Once more when this round is over.
             track.tell_at = time.monotonic()
@@ -446,9 +448,9 @@ class Projector:
         track.tell_at = 0.0
         track.telling = asyncio.create_task(self._tell_engine(track))
 
-    async def _tell_engine(self, track: Track) -> None:
+    async def _tell_engine(self, track: FeedCursor) -> None:
         try:
-            left = await self._letters.send(track.queue)
+            left = await self._letters.confirm_all(track.queue)
         except HoldfastError as exc:
             _log.info("dead letters of queue %s are told later: %s", track.queue, exc)
             left = 1
@@ -458,26 +460,26 @@ class Projector:
         if left:
             track.tell_at = time.monotonic() + _LETTERS_S
 
-    async def _see_to_strays(self, track: Track) -> None:
+    async def _see_to_strays(self, track: FeedCursor) -> None:
         """Jobs that wait for the ledger, which has nothing to tell them: one of the two was replaced, or set back."""
-        track.look_for_strays_later(soon=False)
+        track.defer_orphan_check(soon=False)
         if not track.at.position:
             return
-        events = await self._letters.strays(track.queue, track.at)
-        track.look_for_strays_later(soon=self._letters.are_waited_for(track.queue))
+        events = await self._letters.find_orphans(track.queue, track.at)
+        track.defer_orphan_check(soon=self._letters.has_waiting(track.queue))
         if events:
             # Fenced by the position like any other batch, which stays where it is.
             await self._write_all(track, [FeedEntry(track.at.position, track.at.nonce, events)])
 
-    def _leased(self, track: Track) -> None:
+    def _leased(self, track: FeedCursor) -> None:
         track.leased_until = time.monotonic() + self._lease_ms / 1000
 
-    def _restart(self, track: Track, at: Position) -> None:
+    def _restart(self, track: FeedCursor, at: FeedPosition) -> None:
         """The position is not where we left it: go on from there."""
         track.drop_ahead()
         track.at, track.astray = at, not at.position
 
-    def _drop(self, track: Track, *, keep_lag: bool = False) -> None:
+    def _drop(self, track: FeedCursor, *, keep_lag: bool = False) -> None:
         track.drop_ahead()
         if not keep_lag:
             self._behind.pop(track.queue, None)

@@ -53,17 +53,18 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from holdfast.core.job import JobView
+from holdfast.core.job import MAX_BATCH, JobInfo, JobKey
+from holdfast.core.rebuild import IncompleteHistory, rebuild_job
 from holdfast.core.states import State
-from holdfast.core.story import BrokenStory, fold
-from holdfast.engine.port import MAX_BATCH, Engine, FeedEntry, Survey
+from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import EngineSnapshot, FeedEntry
 from holdfast.errors import EngineUnavailable, LedgerUnavailable
-from holdfast.ledger.keys import JobKey
-from holdfast.upkeep.admission import admit
-from holdfast.upkeep.loop import forever
+from holdfast.ledger.intake_recovery import reopen_intake
+from holdfast.upkeep.loop import run_forever
 
 if TYPE_CHECKING:
-    from holdfast.ledger.port import Ledger, OpenJob, Position, Projection
+    from holdfast.ledger.port.ledger import FeedPosition, Ledger, OpenJob, Projection
+
 
 _log: Final = logging.getLogger("holdfast.reconciler")
 
@@ -86,11 +87,11 @@ _NAMED: Final = 1_000
 
 # Why a job that looked lost was left alone.
 MOVED_ON: Final = "its next events were on their way to the ledger"
-KNOWN_AGAIN: Final = "somebody else put it back"
+RESTORED_ELSEWHERE: Final = "somebody else put it back"
 LEDGER_BEHIND: Final = "the ledger has not caught up with the feed; is a worker or `holdfast upkeep` running?"
 TOO_OLD: Final = "it took too long to find out; the next pass looks again"
 FEED_MOVED: Final = "the feed changed faster than it could be compared; the next pass looks again"
-BROKEN: Final = "its story in the ledger has no beginning"
+INCOMPLETE: Final = "its story in the ledger has no beginning"
 
 
 class LostJob(msgspec.Struct, frozen=True):
@@ -103,7 +104,7 @@ class LostJob(msgspec.Struct, frozen=True):
     retry_count: int
 
 
-class Report(msgspec.Struct):
+class ReconcileReport(msgspec.Struct):
     """What a pass found and did."""
 
     #: Open jobs of the ledger that were looked at.
@@ -153,7 +154,7 @@ class Reconciler:
     async def run(self) -> None:
         """A pass at once, then one every interval, or when woken; until cancelled. Without an interval, never."""
         if self._ledger.projection is not None and self._interval_s > 0:
-            await forever("reconciler", self._turn, self._wake)
+            await run_forever("reconciler", self._turn, self._wake)
 
     def wake(self, queue: str = "") -> None:
         """The feed of a queue has forked: look now. May be called from any thread."""
@@ -162,10 +163,10 @@ class Reconciler:
         except RuntimeError:
             _log.debug("woken after its event loop has ended")
 
-    async def reconcile(self, *, dry_run: bool = False) -> Report:
+    async def reconcile(self, *, dry_run: bool = False) -> ReconcileReport:
         """One pass over all queues. Raises `LedgerUnavailable`, or `EngineUnavailable` if no queue could be looked at;
         what was restored stays."""
-        report = Report()
+        report = ReconcileReport()
         projection = self._ledger.projection
         if projection is None:
             # Engine and ledger are one file: neither can lose what the other has.
@@ -176,7 +177,7 @@ class Reconciler:
                 await self._compare(projection, queue, page, report, dry_run)
                 report.checked += len(page)
 
-        _, report.away = await self._engine.reach(await self._names(), look)
+        _, report.away = await self._engine.for_each_queue(await self._names(), look)
         return report
 
     async def _turn(self) -> float:
@@ -213,7 +214,7 @@ class Reconciler:
     # One page --------------------------------------------------------------------------------------
 
     async def _compare(
-        self, projection: Projection, queue: str, page: Sequence[OpenJob], report: Report, dry_run: bool
+        self, projection: Projection, queue: str, page: Sequence[OpenJob], report: ReconcileReport, dry_run: bool
     ) -> None:
         began = self._monotonic()
         cut = await self._survey(queue, page)
@@ -232,10 +233,10 @@ class Reconciler:
         if views and not dry_run:
             await self._restore(projection, queue, cut, suspects, views, began, report)
 
-    async def _survey(self, queue: str, page: Sequence[OpenJob]) -> Survey:
-        return await self._engine.survey(queue, [job.key.job_id for job in page])
+    async def _survey(self, queue: str, page: Sequence[OpenJob]) -> EngineSnapshot:
+        return await self._engine.snapshot(queue, [job.key.job_id for job in page])
 
-    async def _reached(self, projection: Projection, queue: str, cut: Survey, began: float) -> bool:
+    async def _reached(self, projection: Projection, queue: str, cut: EngineSnapshot, began: float) -> bool:
         """Wait until the ledger has everything up to the cut."""
         deadline = began + min(self._reach_s, self._cut_s)
         while True:
@@ -245,38 +246,38 @@ class Reconciler:
             left_s = deadline - self._monotonic()
             if left_s <= 0:
                 return False
-            await projection.wait_moved(queue, position, max(1, round(left_s * 1000)))
+            await projection.wait_position_change(queue, position, max(1, round(left_s * 1000)))
 
     async def _still_lost(self, suspects: dict[JobKey, OpenJob]) -> set[JobKey]:
         """Those that the ledger still has as it had them before the cut."""
         now = await self._ledger.recovery.still_open(list(suspects))
         return {job.key for job in now if job == suspects[job.key]}
 
-    async def _views(self, queue: str, keys: Sequence[JobKey], report: Report) -> dict[JobKey, JobView]:
-        views: dict[JobKey, JobView] = {}
+    async def _views(self, queue: str, keys: Sequence[JobKey], report: ReconcileReport) -> dict[JobKey, JobInfo]:
+        views: dict[JobKey, JobInfo] = {}
         for start in range(0, len(keys), _STORIES):
-            stories = await self._ledger.recovery.stories(keys[start : start + _STORIES])
+            stories = await self._ledger.recovery.histories(keys[start : start + _STORIES])
             for key, events in stories.items():
                 try:
-                    views[key] = fold(queue, events)
-                except BrokenStory as exc:
+                    views[key] = rebuild_job(queue, events)
+                except IncompleteHistory as exc:
                     _log.error("job %s of queue %s cannot be put back: %s", key.job_id, queue, exc)
-                    report.skip(BROKEN, 1)
+                    report.skip(INCOMPLETE, 1)
         return views
 
     async def _restore(
         self,
         projection: Projection,
         queue: str,
-        cut: Survey,
+        cut: EngineSnapshot,
         suspects: dict[JobKey, OpenJob],
-        views: dict[JobKey, JobView],
+        views: dict[JobKey, JobInfo],
         began: float,
-        report: Report,
+        report: ReconcileReport,
     ) -> None:
         if not cut.position:
             # Wiped, and nobody has submitted since: its keys first, and a reader, so that nothing unread is dropped.
-            await admit(self._engine, self._ledger, queue, insist=True)
+            await reopen_intake(self._engine, self._ledger, queue, insist=True)
         left = dict(views)
         for _ in range(_TRIES):
             # In this order: what the ledger says of the jobs is no older than the position that we noted.
@@ -294,15 +295,15 @@ class Reconciler:
             if not left:
                 return
             # Trimmed, forked or too far behind: in each case the projector will move.
-            await projection.wait_moved(queue, position, _PAUSE_MS)
+            await projection.wait_position_change(queue, position, _PAUSE_MS)
         report.skip(FEED_MOVED, len(left))
 
-    async def _rest(self, queue: str, position: Position) -> tuple[Survey, set[str]] | None:
+    async def _rest(self, queue: str, position: FeedPosition) -> tuple[EngineSnapshot, set[str]] | None:
         """The feed's end, and the jobs spoken of after the ledger's position; None if that is not in this feed."""
         touched = set[str]()
         start, nonce = position.position, position.nonce
         for _ in range(_PAGES):
-            entries = await self._engine.feed(queue, start, _PAGE)
+            entries = await self._engine.read_feed(queue, start, _PAGE)
             if start:
                 if not entries or (entries[0].position, entries[0].nonce) != (start, nonce):
                     return None
@@ -312,12 +313,12 @@ class Reconciler:
             if entries:
                 start, nonce = entries[-1].position, entries[-1].nonce
             if len(entries) < _PAGE - 1:
-                return Survey([], start, nonce, 0), touched
+                return EngineSnapshot([], start, nonce, 0), touched
         return None
 
     async def _put_back(
-        self, queue: str, end: Survey, left: dict[JobKey, JobView], report: Report
-    ) -> dict[JobKey, JobView]:
+        self, queue: str, end: EngineSnapshot, left: dict[JobKey, JobInfo], report: ReconcileReport
+    ) -> dict[JobKey, JobInfo]:
         """Those that were not, although the engine does not know them."""
         if not left:
             return left
@@ -326,22 +327,24 @@ class Reconciler:
         left = {key: view for (key, view), done in zip(left.items(), answers, strict=True) if not done}
         return await self._without_known(queue, left, report)
 
-    async def _without_known(self, queue: str, left: dict[JobKey, JobView], report: Report) -> dict[JobKey, JobView]:
+    async def _without_known(
+        self, queue: str, left: dict[JobKey, JobInfo], report: ReconcileReport
+    ) -> dict[JobKey, JobInfo]:
         if not left:
             return left
-        unknown = set((await self._engine.survey(queue, [key.job_id for key in left])).unknown)
-        report.skip(KNOWN_AGAIN, sum(key.job_id not in unknown for key in left))
+        unknown = set((await self._engine.snapshot(queue, [key.job_id for key in left])).unknown)
+        report.skip(RESTORED_ELSEWHERE, sum(key.job_id not in unknown for key in left))
         return {key: view for key, view in left.items() if key.job_id in unknown}
 
 
-async def _has(projection: Projection, queue: str, cut: Survey, position: Position) -> bool:
+async def _has(projection: Projection, queue: str, cut: EngineSnapshot, position: FeedPosition) -> bool:
     if (position.position, position.nonce) == (cut.position, cut.nonce):
         return True
     if not cut.position:
         return False
-    return bool(await projection.written(queue, [FeedEntry(cut.position, cut.nonce, [])]))
+    return bool(await projection.already_written(queue, [FeedEntry(cut.position, cut.nonce, [])]))
 
 
-def _named(key: JobKey, view: JobView) -> LostJob:
+def _named(key: JobKey, view: JobInfo) -> LostJob:
     state = State.QUEUED if view.state is State.RUNNING else view.state
     return LostJob(key, view.task, state, view.attempt, view.meta.retry_count)

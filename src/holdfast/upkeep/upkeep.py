@@ -11,18 +11,17 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.engine.port import Due, Engine
+from holdfast.engine.port import Engine
+from holdfast.engine.port.reads import DueNotice
 from holdfast.errors import EngineUnavailable
 from holdfast.identity import new_identity
-from holdfast.ledger.port import Ledger
-from holdfast.readiness import DRAINING, OK, STARTING
+from holdfast.ledger.port.ledger import Ledger
+from holdfast.operations.readiness import DRAINING, OK, STARTING
 from holdfast.settings import Settings
-from holdfast.upkeep.alarm import Alarm
-from holdfast.upkeep.bookkeeping import Bookkeeping
-from holdfast.upkeep.loop import Queues, forever
-from holdfast.upkeep.promoter import Promoter
-from holdfast.upkeep.pruner import Pruner
-from holdfast.upkeep.reclaimer import Reclaimer
+from holdfast.upkeep.backlog_monitor import BacklogMonitor
+from holdfast.upkeep.engine_tasks import EnginePruner, Promoter, Reclaimer
+from holdfast.upkeep.ledger_tasks import LedgerTasks
+from holdfast.upkeep.loop import QueueSelection, run_forever
 
 _log: Final = logging.getLogger("holdfast.upkeep")
 
@@ -36,7 +35,7 @@ class Upkeep:
         self._engine = engine
         self._ledger = ledger
         self._names = tuple(queues)
-        self._queues = Queues(engine, queues)
+        self._queues = QueueSelection(engine, queues)
         self._settings = settings
         #: Its name in the engine. Made by `run`: upkeep may be built before a fork.
         self.incarnation = ""
@@ -57,9 +56,9 @@ class Upkeep:
         self.incarnation = new_identity("upkeep")
         engine, queues = self._engine, self._queues
         promoter = self._promoter = Promoter(engine, queues)
-        alarm = Alarm(engine, queues, self._settings, self._ledger)
+        alarm = BacklogMonitor(engine, queues, self._settings, self._ledger)
         reclaimer = Reclaimer(engine, queues, self._settings, self.incarnation)
-        loops = [promoter.run(), Pruner(engine, queues).run(), alarm.run(), forever("listener", self._listen)]
+        loops = [promoter.run(), EnginePruner(engine, queues).run(), alarm.run(), run_forever("listener", self._listen)]
         if self._settings.reclaim:
             loops.append(reclaimer.run())
         tasks = [asyncio.create_task(loop) for loop in loops]
@@ -74,25 +73,25 @@ class Upkeep:
                 await bookkeeping.stop()
             await _leave(reclaimer)
 
-    def _start_bookkeeping(self) -> Bookkeeping | None:
+    def _start_bookkeeping(self) -> LedgerTasks | None:
         if self._ledger is None:
             return None
-        bookkeeping = Bookkeeping(self._engine, self._ledger, self._settings, self._names, name=self.incarnation)
+        bookkeeping = LedgerTasks(self._engine, self._ledger, self._settings, self._names, name=self.incarnation)
         bookkeeping.start()
         return bookkeeping
 
     async def _listen(self) -> float:
-        queues = await self._queues.now()
+        queues = await self._queues.names()
         if not queues:
             return 1.0
         for notice in await self._engine.listen(queues, _LISTEN_MS):
-            if isinstance(notice, Due) and self._promoter is not None:
+            if isinstance(notice, DueNotice) and self._promoter is not None:
                 self._promoter.due(notice.at_ms)
         return 0.0
 
 
 async def _leave(reclaimer: Reclaimer) -> None:
     try:
-        await reclaimer.leave()
+        await reclaimer.close()
     except EngineUnavailable as exc:
         _log.warning("upkeep could not take leave of the engine: %s", exc)

@@ -6,6 +6,6 @@ message = verify(request.headers, await request.body(), secret)   # raises Signa
 """
 
 from holdfast.errors import SignatureInvalid
-from holdfast.webhooks.signature import MemorySeen, Message, Seen, sign, verify
+from holdfast.webhooks.signature import DeliveryStore, InMemoryDeliveryStore, WebhookMessage, sign, verify
 
-__all__ = ["MemorySeen", "Message", "Seen", "SignatureInvalid", "sign", "verify"]
+__all__ = ["DeliveryStore", "InMemoryDeliveryStore", "SignatureInvalid", "WebhookMessage", "sign", "verify"]

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from holdfast.core.webhook import parse_secrets
+from holdfast.core.webhook_url import parse_secrets
 from holdfast.errors import SignatureInvalid
 
 TOLERANCE: Final = timedelta(minutes=5)
@@ -26,7 +26,7 @@ _ID, _TIMESTAMP, _SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signat
 _MAX_SIGNATURES: Final = 16
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class WebhookMessage(msgspec.Struct, frozen=True, kw_only=True):
     """What a delivery says."""
 
     #: The same for every attempt to deliver it: what has been handled under this id need not be handled again.
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     data: dict[str, Any]
 
 
-class Seen(Protocol):
+class DeliveryStore(Protocol):
     """Remembers deliveries, so that a recorded one cannot be played again: a table, a Redis key with an expiry."""
 
     def add(self, delivery: str, until: datetime) -> bool:
@@ -46,7 +46,7 @@ class Seen(Protocol):
         ...
 
 
-class MemorySeen(Seen):
+class InMemoryDeliveryStore(DeliveryStore):
     """For a receiver of one process."""
 
     def __init__(self) -> None:
@@ -82,9 +82,9 @@ def verify(
     secret: str,
     *,
     tolerance: timedelta = TOLERANCE,
-    seen: Seen | None = None,
+    seen: DeliveryStore | None = None,
     now: datetime | None = None,
-) -> Message:
+) -> WebhookMessage:
     """The message of a delivery, if it is holdfast's own and fresh; `SignatureInvalid` if not. For receivers.
 
     `body` is the request's body, byte for byte as it came. `secret` is `whsec_…`, several with blanks between them.
@@ -107,7 +107,7 @@ def verify(
         read = msgspec.json.decode(content, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise SignatureInvalid("the signature is right, but the body is none of holdfast's") from exc
-    return Message(id=found[_ID], type=read.type, timestamp=read.timestamp, data=read.data)
+    return WebhookMessage(id=found[_ID], type=read.type, timestamp=read.timestamp, data=read.data)
 
 
 class _Body(msgspec.Struct, frozen=True):

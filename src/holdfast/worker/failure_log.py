@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from holdfast.core.job import Claim, Failure
 from holdfast.core.verdict import GUARD_DENIED, DeadLetter, Hold, Outcome, Raised, Release, RetryLater, Suspend, Verdict
-from holdfast.observe.current import about
+from holdfast.observe.logs import log_fields
 
 _log: Final = logging.getLogger("holdfast.worker")
 
@@ -64,13 +64,13 @@ def _log_ending(claim: Claim, verdict: Verdict, error: BaseException | None) -> 
             arguments = (claim.job_id, claim.task, became, _described(failure))
             _log.log(level, "job %s (%s) %s: %s", *arguments, exc_info=error, extra=_fields(claim, failure))
         case Hold(message=message):
-            _log.info("job %s (%s) waits for approval: %s", claim.job_id, claim.task, message, extra=about(claim))
+            _log.info("job %s (%s) waits for approval: %s", claim.job_id, claim.task, message, extra=log_fields(claim))
         case Release(message=message):
-            _log.debug("job %s (%s) was released: %s", claim.job_id, claim.task, message, extra=about(claim))
+            _log.debug("job %s (%s) was released: %s", claim.job_id, claim.task, message, extra=log_fields(claim))
 
 
 def _fields(claim: Claim, failure: Failure) -> dict[str, Any]:
-    return about(claim) | {"code": failure.code, "error_type": failure.type}
+    return log_fields(claim) | {"code": failure.code, "error_type": failure.type}
 
 
 def _described(failure: Failure) -> str:

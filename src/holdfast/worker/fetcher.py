@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
-from holdfast.cancelling import obey_cancellation
-from holdfast.core.backoff import Backoff
-from holdfast.core.job import Claim, Lease
-from holdfast.engine.port import MAX_BATCH, Engine
+from holdfast.aio import raise_if_cancelled
+from holdfast.core.job import MAX_BATCH, Claim, Lease
+from holdfast.core.retry import Backoff
+from holdfast.engine.port import Engine
 from holdfast.errors import EngineUnavailable
 from holdfast.settings import Settings
-from holdfast.worker.run import Held
+from holdfast.worker.in_flight import InFlight
 from holdfast.worker.runner import Runner
 
 _log: Final = logging.getLogger("holdfast.worker")
@@ -52,7 +52,7 @@ class Fetcher:
         worker: str,
         queues: Sequence[str],
         runner: Runner,
-        held: Held,
+        held: InFlight,
         settings: Settings,
         *,
         quota: int | None = None,
@@ -68,7 +68,7 @@ class Fetcher:
         self._quota = quota
         self._random = random or Random()
         self._backoff = Backoff(self._random)
-        self._rate = Rate()
+        self._rate = Throughput()
         self._room = asyncio.Event()
         self._ticked_at = -math.inf
         self._reclaim_at = 0.0
@@ -87,7 +87,7 @@ class Fetcher:
     async def run(self) -> None:
         """Fetch until cancelled. Never ends by itself."""
         while True:
-            obey_cancellation()
+            raise_if_cancelled()
             try:
                 await self._turn()
             except EngineUnavailable as exc:
@@ -111,9 +111,9 @@ class Fetcher:
             self._take(claims)
         return len(claims)
 
-    async def recover_lost(self) -> None:
+    async def recover_claims(self) -> None:
         """Find leases whose reply was lost: the engine says they are ours, and we do not have them."""
-        claims = await self._engine.resume(self._worker, self._queues, self._leases())
+        claims = await self._engine.recover_claims(self._worker, self._queues, self._leases())
         if claims:
             _log.info("%d claims found whose reply was lost", len(claims))
             # These may be from before an outage: they can set the clock, but not set it back.
@@ -121,9 +121,9 @@ class Fetcher:
                 self._runner.set_engine_time(claimed_at_ms)
             self._runner.accept(claims)
 
-    def slow_down(self) -> None:
+    def stop_prefetching(self) -> None:
         """What was fetched ahead is not being run: fetch nothing ahead for now."""
-        self._rate.forget()
+        self._rate.reset()
 
     async def _turn(self) -> None:
         limit = await self._wait_for_room()
@@ -139,7 +139,7 @@ class Fetcher:
             if claims:
                 if len(claims) == limit:
                     # A full batch did not wait for jobs: that is what the way to the store and back takes.
-                    self._rate.took(time.monotonic() - began)
+                    self._rate.record_claim(time.monotonic() - began)
                 self._take(claims)
                 if len(claims) < limit:
                     # Nothing more waits: let these start before the next claim is put together.
@@ -149,7 +149,7 @@ class Fetcher:
         """How many to claim. While many are done per millisecond, wait for a batch worth the call."""
         runner = self._runner
         while True:
-            ahead = self._rate.ahead(runner.finished)
+            ahead = self._rate.prefetch(runner.finished)
             capacity = runner.concurrency + ahead
             worthwhile = max(1, min(ahead, capacity // 4, self._left()))
             if (space := min(capacity - runner.load, self._left())) >= worthwhile:
@@ -194,10 +194,10 @@ class Fetcher:
     async def _recover(self) -> None:
         """Wait and try until the engine answers; then start what its lost replies had given us."""
         while True:
-            obey_cancellation()
+            raise_if_cancelled()
             await asyncio.sleep(self._backoff.next_s())
             try:
-                await self.recover_lost()
+                await self.recover_claims()
             except EngineUnavailable as exc:
                 _log.info("the engine still does not answer: %s", exc)
             except Exception:  # noqa: BLE001 - top of a loop
@@ -209,7 +209,7 @@ class Fetcher:
                 return
 
 
-class Rate:
+class Throughput:
     """Jobs done per second, weighted towards the last 20 ms, and how long a claim takes."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class Rate:
         self._done = 0
         self._at = time.monotonic()
 
-    def ahead(self, done: int) -> int:
+    def prefetch(self, done: int) -> int:
         """How many jobs will be done until more can be here, `done` being the total so far."""
         now = time.monotonic()
         span_s = now - self._at
@@ -228,10 +228,10 @@ class Rate:
             self._done, self._at = done, now
         return min(MAX_BATCH, int(self._per_s * (_AHEAD_S + self._claim_s)))
 
-    def took(self, seconds: float) -> None:
+    def record_claim(self, seconds: float) -> None:
         """A claim came back after so long."""
         self._claim_s += 0.2 * (min(seconds, _MAX_CLAIM_S) - self._claim_s)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin again from nothing."""
         self._per_s = 0.0

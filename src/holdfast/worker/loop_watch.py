@@ -19,8 +19,8 @@ from types import FrameType
 from typing import Any, Final
 
 from holdfast.core.job import Claim
-from holdfast.observe.current import about, current
-from holdfast.worker.run import Held
+from holdfast.observe.logs import current_claim, log_fields
+from holdfast.worker.in_flight import InFlight
 
 _log: Final = logging.getLogger("holdfast.worker")
 
@@ -38,7 +38,7 @@ Task = asyncio.Task[Any]
 class LoopWatch:
     """Watches the event loop on which it is made; `run` in another thread's loop."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: InFlight) -> None:
         self._held = held
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -80,7 +80,7 @@ class LoopWatch:
         if not block.logged:
             block.logged = True
             block.who = _name(claim, task)
-            block.fields = {} if claim is None else about(claim)
+            block.fields = {} if claim is None else log_fields(claim)
             _log.warning(
                 "%s has blocked the event loop for %.1f s, and everything else in this worker waits for it, at %s; "
                 "await instead, or make the task a plain function",
@@ -103,7 +103,7 @@ class LoopWatch:
             claim.job_id,
             claim.task,
             run.plan.timeout_s,
-            extra=about(claim),
+            extra=log_fields(claim),
         )
         return True
 
@@ -131,7 +131,7 @@ class _Block:
 
 def _claim_of(task: Task) -> Claim | None:
     """The job that this task, or the task that started it, is part of."""
-    claims = (context.get(current) for context in _contexts_of(task))
+    claims = (context.get(current_claim) for context in _contexts_of(task))
     return next((claim for claim in claims if claim is not None), None)
 
 

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Protocol, assert_never
 
-from holdfast.core.backoff import Backoff
-from holdfast.core.job import Lease
-from holdfast.engine.port import MAX_BATCH, Cancelled, Control, Controlled, Due, Engine, Notice, PartlyDone
+from holdfast.aio import LoopThread
+from holdfast.core.job import MAX_BATCH, Lease
+from holdfast.core.retry import Backoff
+from holdfast.engine.port import Engine, PartialFailure
+from holdfast.engine.port.operators import QueueControl
+from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice, Notice
 from holdfast.errors import EngineUnavailable
-from holdfast.own_thread import OwnThread
+from holdfast.worker.in_flight import InFlight
 from holdfast.worker.loop_watch import LoopWatch
-from holdfast.worker.run import Held
 
 _log: Final = logging.getLogger("holdfast.worker")
 
@@ -29,22 +31,22 @@ _LISTEN_S: Final = 5.0
 _AGAIN_S: Final = 0.5
 
 
-class Listener(Protocol):
+class LeaseListener(Protocol):
     """Who wants to know. Called on the worker's event loop."""
 
-    def lost(self, leases: Sequence[Lease]) -> None:
+    def on_leases_lost(self, leases: Sequence[Lease]) -> None:
         """These leases are someone else's now."""
         ...
 
-    def cancelled(self, leases: Sequence[Lease]) -> None:
+    def on_cancelled(self, leases: Sequence[Lease]) -> None:
         """These were taken away by an operator."""
         ...
 
-    def controlled(self, queue: str, control: Control) -> None:
+    def on_control_changed(self, queue: str, control: QueueControl) -> None:
         """The controls of a queue, at the start and after every change."""
         ...
 
-    def due(self, queue: str, at_ms: int) -> None:
+    def on_due(self, queue: str, at_ms: int) -> None:
         """A job waits that is due at that time."""
         ...
 
@@ -53,7 +55,7 @@ class Renewer:
     """A thread that beats. `start`, then `stop`; both from the worker's loop."""
 
     def __init__(
-        self, engine: Engine, queues: Sequence[str], held: Held, interval_s: float, listener: Listener
+        self, engine: Engine, queues: Sequence[str], held: InFlight, interval_s: float, listener: LeaseListener
     ) -> None:
         self._engine = engine
         self._queues = tuple(queues)
@@ -61,7 +63,7 @@ class Renewer:
         self._interval_s = interval_s
         self._listener = listener
         self._home = asyncio.get_running_loop()
-        self._thread = OwnThread("holdfast-renewer", self._live)
+        self._thread = LoopThread("holdfast-renewer", self._live)
         self._watch = LoopWatch(held)
         self._opened = False
         self._beat_at = 0.0
@@ -126,26 +128,26 @@ class Renewer:
         self._alive_since = since | dict.fromkeys(told, now)
         self._engine.counts.heartbeats += len(told.difference(lost))
         if lost:
-            self._tell(self._listener.lost, lost)
+            self._tell(self._listener.on_leases_lost, lost)
 
     async def _renew(self, leases: Iterable[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
         left, lost = list(leases), list[Lease]()
         for start in range(0, len(left), MAX_BATCH):
             try:
                 lost += await self._engine.renew(left[start : start + MAX_BATCH], heartbeats)
-            except PartlyDone as exc:
-                lost += exc.done
+            except PartialFailure as exc:
+                lost += exc.completed
                 self._beat_at = min(self._beat_at, time.monotonic() + _AGAIN_S)
         return lost
 
     async def _hear(self, notice: Notice) -> None:
         match notice:
-            case Cancelled(queue=queue, job_id=job_id):
+            case CancelledNotice(queue=queue, job_id=job_id):
                 await self._check(queue, job_id)
-            case Controlled(queue=queue):
+            case ControlNotice(queue=queue):
                 await self._read_control(queue)
-            case Due(queue=queue, at_ms=at_ms):
-                self._tell(self._listener.due, queue, at_ms)
+            case DueNotice(queue=queue, at_ms=at_ms):
+                self._tell(self._listener.on_due, queue, at_ms)
             case _:
                 assert_never(notice)
 
@@ -154,7 +156,7 @@ class Renewer:
         leases = [run.claim.lease for run in self._held.copy()]
         lost = await self._renew(lease for lease in leases if lease.job_id == job_id and lease.queue == queue)
         if lost:
-            self._tell(self._listener.cancelled, lost)
+            self._tell(self._listener.on_cancelled, lost)
 
     async def _read_controls(self) -> None:
         """Of the queues whose controls are not known yet. Raises if none answers."""
@@ -170,7 +172,7 @@ class Renewer:
             raise failure
 
     async def _read_control(self, queue: str) -> None:
-        self._tell(self._listener.controlled, queue, await self._engine.control(queue))
+        self._tell(self._listener.on_control_changed, queue, await self._engine.get_control(queue))
 
     def _tell(self, what: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -21,38 +21,39 @@ from random import Random
 from time import perf_counter
 from typing import Final, assert_never
 
+from holdfast.aio import DaemonThreads
 from holdfast.core.job import Claim
-from holdfast.core.verdict import AskedApproval, GaveBack, Outcome, Raised, Returned, Settlement, Succeed, judge
-from holdfast.effects.tools import Tools
+from holdfast.core.verdict import ApprovalNeeded, Deferred, Outcome, Raised, Returned, Settlement, Succeed, judge
+from holdfast.effects.runtime import EffectRuntime
 from holdfast.errors import Denied, NoLedger
-from holdfast.guard.gate import Gate
-from holdfast.observe.current import about, current
-from holdfast.observe.tracing import Tracer
-from holdfast.worker.children import Children
-from holdfast.worker.classify import (
+from holdfast.execution.context import Context
+from holdfast.execution.invoke import (
+    approval_impossible,
     denied,
+    failure_outcome,
     guard_failed,
-    left_undecided,
-    nobody_to_ask,
-    raised,
+    invoke,
+    invoke_sync,
+    suspend_if_in_doubt,
     timed_out,
     unknown_task,
 )
-from holdfast.worker.context import Context
+from holdfast.execution.processes import ProcessPool
+from holdfast.execution.spec import ExecutionMode, TaskPolicy, TaskSpec
+from holdfast.guard.runner import GuardRunner
+from holdfast.observe.logs import current_claim, log_fields
+from holdfast.observe.tracing import Tracer
 from holdfast.worker.failure_log import log_ending
-from holdfast.worker.perform import perform, perform_sync
-from holdfast.worker.plan import Mode, Plan, Policy
-from holdfast.worker.run import Held, Run, Stop
+from holdfast.worker.in_flight import InFlight, Run, StopReason
 from holdfast.worker.settler import Settler
-from holdfast.worker.threads import Threads
 
 _log: Final = logging.getLogger("holdfast.worker")
 
 #: What a cancelled coroutine has to clean up, before it is thrown away.
 CANCEL_GRACE_S: Final = 5.0
 
-_NOT_STARTED: Final = GaveBack("not started: the worker drains")
-_STOPPED: Final = GaveBack("stopped: the worker drains", started=True)
+_NOT_STARTED: Final = Deferred("not started: the worker drains")
+_STOPPED: Final = Deferred("stopped: the worker drains", started=True)
 
 
 def _no_function() -> None: ...
@@ -63,13 +64,13 @@ class Runner:
 
     def __init__(
         self,
-        plans: Mapping[str, Plan],
+        plans: Mapping[str, TaskSpec],
         settler: Settler,
-        held: Held,
+        held: InFlight,
         concurrency: int,
         *,
-        tools: Tools | None = None,
-        gate: Gate | None = None,
+        tools: EffectRuntime | None = None,
+        gate: GuardRunner | None = None,
         tracer: Tracer | None = None,
         cancel_grace_s: float = CANCEL_GRACE_S,
         random: Random | None = None,
@@ -99,9 +100,9 @@ class Runner:
         self._offset_ms = 0
         # Runs without a lease whose code is still there; the loop itself keeps only weak references.
         self._stray: set[Run] = set()
-        self._nobody = Plan("", _no_function, Policy())
-        self._threads = Threads("holdfast-job")
-        self._children = Children(in_memory=in_memory)
+        self._nobody = TaskSpec("", _no_function, TaskPolicy())
+        self._threads = DaemonThreads("holdfast-job")
+        self._children = ProcessPool(in_memory=in_memory)
 
     @property
     def load(self) -> int:
@@ -109,7 +110,7 @@ class Runner:
         return self.running + len(self._line)
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         """Jobs in the line."""
         return len(self._line)
 
@@ -151,19 +152,19 @@ class Runner:
         self.started += 1
         run.began_at = perf_counter()
         if self._tracer is not None:
-            run.trace = self._tracer.begin(run.claim)
-        if self._gate is None or self._gate.cleared(run.claim):
+            run.trace = self._tracer.start_run(run.claim)
+        if self._gate is None or self._gate.is_approved(run.claim):
             self._begin(run)
         else:
             run.task = self._loop.create_task(self._show(run, self._gate))
 
-    async def _show(self, run: Run, gate: Gate) -> None:
+    async def _show(self, run: Run, gate: GuardRunner) -> None:
         """To the guards; what they allow begins."""
         outcome: Outcome | None = None
         # From here on `stop` cancels this task, as it would the job's own.
         run.begun = True
         try:
-            found = await gate.look(run.claim, self.now_ms)
+            found = await gate.review_claim(run.claim, self.now_ms)
         except asyncio.CancelledError:
             outcome = _NOT_STARTED
         except GeneratorExit:
@@ -175,7 +176,7 @@ class Runner:
             if isinstance(found, Denied):
                 outcome = denied(found)
             elif found is not None:
-                outcome = AskedApproval(found.reason, found)
+                outcome = ApprovalNeeded(found.reason, found)
         if outcome is None and run.stopped is not None:
             outcome = _NOT_STARTED
         run.begun, run.task = False, None
@@ -189,11 +190,11 @@ class Runner:
         if plan.context_name is not None:
             run.context = Context(run.claim, self._tools)
         mode = plan.mode
-        if mode is Mode.LOOP:
+        if mode is ExecutionMode.LOOP:
             if plan.timeout_s is not None:
                 self._arm(run)
             run.task = self._loop.create_task(self._run_on_loop(run))
-        elif mode is Mode.THREAD:
+        elif mode is ExecutionMode.THREAD:
             self._arm(run)
             run.begun = True
             self._threads.start(lambda: self._run_in_thread(run))
@@ -206,11 +207,11 @@ class Runner:
             return
         run.begun = True
         # Of this task alone.
-        current.set(run.claim)
+        current_claim.set(run.claim)
         if run.trace is not None:
             run.trace.enter()
         try:
-            outcome = await perform(run.plan, run.claim, run.context)
+            outcome = await invoke(run.plan, run.claim, run.context)
         except GeneratorExit:
             # Thrown away (a task that raises this itself comes back as an outcome): judged already.
             self._free(run)
@@ -227,10 +228,10 @@ class Runner:
 
     @staticmethod
     def _perform_sync(run: Run) -> Outcome:
-        current.set(run.claim)
+        current_claim.set(run.claim)
         if run.trace is not None:
             run.trace.enter()
-        return perform_sync(run.plan, run.claim, run.context)
+        return invoke_sync(run.plan, run.claim, run.context)
 
     async def _run_in_process(self, run: Run) -> None:
         if run.stopped is not None:
@@ -240,7 +241,7 @@ class Runner:
         try:
             outcome = await self._children.perform(run.plan, run.claim, lambda: self._arm(run))
         except BaseException as exc:  # noqa: BLE001 - cancelled by `stop`, or no child can be had
-            outcome = raised(exc, run.plan.policy)
+            outcome = failure_outcome(exc, run.plan.policy)
         self._finish(run, outcome)
 
     def _finish(self, run: Run, outcome: Outcome) -> None:
@@ -255,11 +256,11 @@ class Runner:
         if run.began_at:
             run.took_s = perf_counter() - run.began_at
         policy = run.plan.policy
-        if isinstance(outcome, AskedApproval) and (self._gate is None or not self._gate.can_ask):
-            outcome = nobody_to_ask(NoLedger("an approval"))
+        if isinstance(outcome, ApprovalNeeded) and (self._gate is None or not self._gate.can_ask):
+            outcome = approval_impossible(NoLedger("an approval"))
         verdict = judge(run.claim, outcome, policy.retry, policy.on_exhausted, self._random, self.now_ms)
         if run.context is not None:
-            verdict = left_undecided(verdict, run.context.undecided)
+            verdict = suspend_if_in_doubt(verdict, run.context._effects_in_doubt)
         if run.trace is not None:
             run.trace.end(verdict)
         self._settler.put(run, Settlement(run.claim, verdict, self.now_ms()))
@@ -284,14 +285,14 @@ class Runner:
 
     # Ends from outside -----------------------------------------------------------------------------
 
-    def stop(self, run: Run, why: Stop) -> None:
+    def stop(self, run: Run, why: StopReason) -> None:
         """End a run. A lost one gets no verdict; the others get theirs when their code has gone, or at once."""
-        if run.ended or (run.stopped is not None and why is not Stop.LOST):
+        if run.ended or (run.stopped is not None and why is not StopReason.LOST):
             return
         run.stopped = why
         if run.context is not None:
-            run.context.stop()
-        if why is Stop.LOST:
+            run.context._end()
+        if why is StopReason.LOST:
             self._lose(run)
         if run.task is not None:
             if run.begun:
@@ -299,23 +300,23 @@ class Runner:
                 run.task.cancel()
                 self._loop.call_later(self._cancel_grace_s, self._throw_away, run)
         elif run.begun and not run.judged:
-            if why is Stop.TIMEOUT:
+            if why is StopReason.TIMEOUT:
                 _log_uninterrupted(run)
             self._judge(run, _stopped(run, _STOPPED))
 
-    def release_waiting(self, message: str) -> int:
+    def release_queued(self, message: str) -> int:
         """Give back what has not started; no attempt is used up (requirement S5)."""
         released = len(self._line)
         while self._line:
-            self._judge(self._line.popleft(), GaveBack(message))
+            self._judge(self._line.popleft(), Deferred(message))
         return released
 
-    def refuse(self) -> None:
+    def stop_starting(self) -> None:
         """From now on start nothing; what waits, and what still comes, is given back."""
         self._draining = True
-        self.release_waiting(_NOT_STARTED.message)
+        self.release_queued(_NOT_STARTED.message)
 
-    def stop_all(self, why: Stop) -> None:
+    def stop_all(self, why: StopReason) -> None:
         """End whatever still runs."""
         for run in [run for run in self._held if not run.judged]:
             self.stop(run, why)
@@ -327,7 +328,7 @@ class Runner:
 
     def _arm(self, run: Run) -> None:
         if run.plan.timeout_s is not None:
-            run.timer = self._loop.call_later(run.plan.timeout_s, self.stop, run, Stop.TIMEOUT)
+            run.timer = self._loop.call_later(run.plan.timeout_s, self.stop, run, StopReason.TIMEOUT)
 
     def _lose(self, run: Run) -> None:
         # A verdict on its way stays: the engine's answer to it is what counts.
@@ -335,7 +336,7 @@ class Runner:
             return
         run.judged = True
         if run.trace is not None:
-            run.trace.lose()
+            run.trace.abandon()
         self._held.discard(run)
         if run in self._line:
             self._line.remove(run)
@@ -365,7 +366,7 @@ def _log_uninterrupted(run: Run) -> None:
         run.claim.job_id,
         run.claim.task,
         run.plan.timeout_s,
-        extra=about(run.claim),
+        extra=log_fields(run.claim),
     )
 
 
@@ -378,11 +379,11 @@ def _consume(task: asyncio.Task[None]) -> None:
 def _stopped(run: Run, outcome: Outcome) -> Outcome:
     """What a run that was ended from outside amounts to, whatever it raised on its way out."""
     match run.stopped:
-        case Stop.TIMEOUT:
+        case StopReason.TIMEOUT:
             return timed_out(run.plan.timeout_s or 0, outcome.error if isinstance(outcome, Raised) else None)
-        case Stop.DRAIN:
+        case StopReason.DRAIN:
             return outcome if outcome is _NOT_STARTED else _STOPPED
-        case Stop.LOST | None:
+        case StopReason.LOST | None:
             return outcome
         case _:
             assert_never(run.stopped)

@@ -1,10 +1,12 @@
-"""Takes verdicts to the engine, in batches that form by themselves.
+"""Send verdicts to the engine in batches, and count how long runs took.
 
-A verdict leaves at the next turn of the loop while few calls are on their way, else with the first call
-that comes back: alone at low load, in hundreds at high load, and never held for a batch to fill. Nothing
-is dropped while the engine is away: settlements are fenced and repeatable, so they are sent until answered.
-Those of a part of the store that is away wait aside, and keep no others from theirs.
-A verdict that the engine refuses again and again is told from its neighbours, and left to its lease.
+A verdict is sent at the next iteration of the loop while few calls are in progress, else with the next call after one
+returns: alone at low load, in hundreds at high load, and never delayed to fill a batch. Nothing is dropped while the
+engine is unreachable: settlements are fenced and repeatable, so they are sent until answered. Verdicts for an
+unreachable part of the store are kept apart and do not delay others. A verdict that the engine refuses repeatedly is
+separated from its batch, and its lease expires.
+
+Durations are counted once the engine has applied the verdicts, so that the numbers of runs and of results agree.
 """
 
 from __future__ import annotations
@@ -14,13 +16,31 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.core.backoff import Backoff
-from holdfast.core.verdict import Answer, Settlement
-from holdfast.engine.port import MAX_BATCH, Engine, PartlyDone
+from holdfast.core.job import MAX_BATCH
+from holdfast.core.retry import Backoff
+from holdfast.core.verdict import TARGETS, DeadLetter, RetryLater, Settlement, SettleResult, Succeed
+from holdfast.engine.port import Engine, PartialFailure
 from holdfast.errors import EngineRefused, EngineUnavailable
-from holdfast.observe.current import about
-from holdfast.worker.run import Held, Run
-from holdfast.worker.tally import count_runs
+from holdfast.observe.counters import Counters
+from holdfast.observe.logs import log_fields
+from holdfast.worker.in_flight import InFlight, Run
+
+#: Runs that were given back, held or suspended took their time for nothing yet.
+_FIELDS: Final[dict[type, str]] = {Succeed: "run_succeeded", RetryLater: "run_retried", DeadLetter: "run_dead"}
+
+
+def record_durations(counts: Counters, runs: Sequence[Run], answers: Sequence[SettleResult]) -> None:
+    """These are settled. In the hot path: one short loop for a batch."""
+    took: dict[type, list[float]] = {verdict: [] for verdict in TARGETS}
+    for run, answer in zip(runs, answers, strict=True):
+        if answer is SettleResult.APPLIED and run.settlement is not None:
+            took[type(run.settlement.verdict)].append(run.took_s)
+        if run.trace is not None:
+            run.trace.settled(answer)
+    for verdict, field in _FIELDS.items():
+        if took[verdict]:
+            getattr(counts, field).add(took[verdict])
+
 
 _log: Final = logging.getLogger("holdfast.worker")
 
@@ -33,7 +53,7 @@ _MAX_REFUSALS: Final = 3
 class Settler:
     """Collects verdicts and sends them. One event loop."""
 
-    def __init__(self, engine: Engine, held: Held) -> None:
+    def __init__(self, engine: Engine, held: InFlight) -> None:
         self._engine = engine
         self._held = held
         self._loop = asyncio.get_running_loop()
@@ -98,7 +118,7 @@ class Settler:
         settlements = [run.settlement for run in runs if run.settlement is not None]
         try:
             answers = await self._until_answered(settlements)
-        except PartlyDone as exc:
+        except PartialFailure as exc:
             self._put_aside(self._take_answers(runs, exc), exc)
             return
         except Exception:  # noqa: BLE001 - one bad verdict must not stop the others
@@ -115,16 +135,16 @@ class Settler:
             return
         self._answered(runs, answers)
 
-    def _answered(self, runs: Sequence[Run], answers: Sequence[Answer]) -> None:
+    def _answered(self, runs: Sequence[Run], answers: Sequence[SettleResult]) -> None:
         self._held.difference_update(runs)
-        count_runs(self._engine.counts, runs, answers)
+        record_durations(self._engine.counts, runs, answers)
         self._note([run.settlement for run in runs if run.settlement is not None], answers)
 
-    def _take_answers(self, runs: Sequence[Run], partly: PartlyDone) -> list[Run]:
+    def _take_answers(self, runs: Sequence[Run], partly: PartialFailure) -> list[Run]:
         """Those that have none."""
-        pairs = [(run, answer) for run, answer in zip(runs, partly.done, strict=True) if answer is not None]
+        pairs = [(run, answer) for run, answer in zip(runs, partly.completed, strict=True) if answer is not None]
         self._answered([run for run, _ in pairs], [answer for _, answer in pairs])
-        return [run for run, answer in zip(runs, partly.done, strict=True) if answer is None]
+        return [run for run, answer in zip(runs, partly.completed, strict=True) if answer is None]
 
     def _put_aside(self, runs: list[Run], why: EngineUnavailable) -> None:
         self._aside += runs
@@ -144,7 +164,7 @@ class Settler:
             try:
                 self._answered(batch, await self._engine.settle(settlements))
                 backoff.reset()
-            except PartlyDone as exc:
+            except PartialFailure as exc:
                 # Behind the others: one of them may be on another part, and answered.
                 self._aside += self._take_answers(batch, exc)
             except Exception:  # noqa: BLE001 - who is to blame is found out there
@@ -156,13 +176,13 @@ class Settler:
         if not call.cancelled() and (exc := call.exception()) is not None:
             _log.error("settling failed in an unexpected way", exc_info=exc)
 
-    async def _until_answered(self, settlements: Sequence[Settlement]) -> list[Answer]:
+    async def _until_answered(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
         backoff: Backoff | None = None
         refusals = 0
         while True:
             try:
                 return await self._engine.settle(settlements)
-            except PartlyDone:
+            except PartialFailure:
                 raise
             except EngineUnavailable as exc:
                 refusals = refusals + 1 if isinstance(exc, EngineRefused) else 0
@@ -173,11 +193,11 @@ class Settler:
                     backoff = Backoff()
                 await asyncio.sleep(backoff.next_s())
 
-    def _note(self, settlements: Sequence[Settlement], answers: Sequence[Answer]) -> None:
+    def _note(self, settlements: Sequence[Settlement], answers: Sequence[SettleResult]) -> None:
         for settlement, answer in zip(settlements, answers, strict=True):
-            if answer is Answer.STALE:
+            if answer is SettleResult.STALE:
                 _log.warning(
                     "the verdict on job %s came too late: the lease was lost, nothing was changed",
                     settlement.claim.job_id,
-                    extra=about(settlement.claim),
+                    extra=log_fields(settlement.claim),
                 )

@@ -1,61 +1,77 @@
-"""A worker: fetcher, runner, settler and renewer around one engine, and its way from start to drained.
+"""A worker: fetcher, runner, settler and renewer around one engine, from start to drained.
 
     engine ──claim──► fetcher ──► runner ──► settler ──settle──► engine
                          renewer (own thread) ──renew──► engine
 
-Nothing that happens to the engine ends a worker. It ends when it is drained: by `drain()` (a signal), by
-itself when it has had its number of jobs or its memory, or when the task that runs it is cancelled.
+A failure of the engine does not end a worker. It ends when it is drained: by `drain()` (a signal), by itself when it
+has reached its limit of jobs or memory, or when the task that runs it is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from holdfast.core.backoff import Backoff
-from holdfast.core.job import DEFAULT_QUEUE, JobView, Lease
-from holdfast.effects.tools import Tools
-from holdfast.engine.port import Control, Engine
+from holdfast.core.job import DEFAULT_QUEUE, JobInfo, Lease
+from holdfast.core.retry import Backoff
+from holdfast.effects.runtime import EffectRuntime
+from holdfast.engine.port import Engine
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import EngineUnavailable, InvalidOption
+from holdfast.execution.spec import ExecutionMode, TaskSpec, locate
 from holdfast.extras import require
-from holdfast.guard.gate import Gate
+from holdfast.guard.runner import GuardRunner
 from holdfast.identity import new_identity
-from holdfast.ledger.port import Ledger
-from holdfast.observe.counts import Counts
-from holdfast.observe.current import about
+from holdfast.ledger.port.ledger import Ledger
+from holdfast.ledger.port.messages import OutboxOpener
+from holdfast.observe.counters import Counters
+from holdfast.observe.logs import log_fields
 from holdfast.observe.redact import redact
 from holdfast.observe.tracing import tracer_for
-from holdfast.readiness import DOWN, DRAINING, OK, STARTING
+from holdfast.operations.readiness import DOWN, DRAINING, OK, STARTING
 from holdfast.settings import Settings
-from holdfast.upkeep.alarm import Alarm
-from holdfast.upkeep.bookkeeping import Bookkeeping
-from holdfast.upkeep.loop import Queues
-from holdfast.upkeep.promoter import Promoter
-from holdfast.upkeep.pruner import Pruner
-from holdfast.upkeep.relaying import Outbox, relaying
-from holdfast.worker.ending import Ending
+from holdfast.upkeep.backlog_monitor import BacklogMonitor
+from holdfast.upkeep.engine_tasks import EnginePruner, Promoter
+from holdfast.upkeep.ledger_tasks import LedgerTasks
+from holdfast.upkeep.loop import QueueSelection
+from holdfast.upkeep.relay_service import run_relay
 from holdfast.worker.fetcher import Fetcher
-from holdfast.worker.locate import locate
-from holdfast.worker.memory import resident_bytes
-from holdfast.worker.plan import Mode, Plan
-from holdfast.worker.renewer import Listener, Renewer
-from holdfast.worker.run import Held, Run, Stop
+from holdfast.worker.in_flight import Drain, InFlight, Run, StopReason
+from holdfast.worker.renewer import LeaseListener, Renewer
 from holdfast.worker.runner import CANCEL_GRACE_S, Runner
 from holdfast.worker.settler import Settler
 
 if TYPE_CHECKING:
-    from holdfast.worker.postman import Postman
+    from holdfast.worker.webhook_worker import WebhookWorker
+
+
+_STATM: Final = Path("/proc/self/statm")
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes() -> int:
+    """Resident set now; on systems without /proc its highest value so far."""
+    try:
+        return int(_STATM.read_text().split()[1]) * _PAGE
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
 
 _log: Final = logging.getLogger("holdfast.worker")
 
 _HOUSEKEEPING_S: Final = 1.0
 
 
-class Ended(StrEnum):
+class WorkerExit(StrEnum):
     """Why a worker ended."""
 
     DRAINED = "drained"
@@ -65,29 +81,29 @@ class Ended(StrEnum):
     MAX_RSS = "max_rss"
 
 
-class App(Protocol):
+class WorkerApp(Protocol):
     """What a worker needs of the app."""
 
     @property
     def settings(self) -> Settings: ...
     @property
-    def plans(self) -> Mapping[str, Plan]: ...
+    def specs(self) -> Mapping[str, TaskSpec]: ...
     @property
     def engine(self) -> Engine: ...
     @property
-    def ledger_port(self) -> Ledger | None: ...
+    def ledger_backend(self) -> Ledger | None: ...
     @property
-    def outbox_port(self) -> Outbox | None: ...
-    def gate(self, ledger: Ledger | None) -> Gate | None: ...
+    def outbox_backend(self) -> OutboxOpener | None: ...
+    def guard_runner(self, ledger: Ledger | None) -> GuardRunner | None: ...
     async def open(self) -> None: ...
 
 
-class Worker(Listener):
+class Worker(LeaseListener):
     """Runs jobs of some queues until it is drained."""
 
     def __init__(
         self,
-        app: App,
+        app: WorkerApp,
         queues: Sequence[str] = (DEFAULT_QUEUE,),
         concurrency: int | None = None,
         upkeep: bool = True,
@@ -118,11 +134,11 @@ class Worker(Listener):
         self._name = name or ""
         #: Its name in the engine, in logs and histories. Made by `run`: a worker may be built before a fork.
         self.incarnation = ""
-        self._controls: dict[str, Control] = {}
-        self._held: Held = set()
+        self._controls: dict[str, QueueControl] = {}
+        self._held: InFlight = set()
         self._draining = asyncio.Event()
         self._hurrying = asyncio.Event()
-        self._ended = Ended.DRAINED
+        self._ended = WorkerExit.DRAINED
         self._started_before = 0
         self._engine: Engine | None = None
         self._runner: Runner | None = None
@@ -146,7 +162,7 @@ class Worker(Listener):
         return OK if self._fetcher.ready else STARTING if self._fetcher.is_new else DOWN
 
     @property
-    def counts(self) -> Counts:
+    def counters(self) -> Counters:
         """What the engine counted in this process."""
         return self._app.engine.counts if self._engine is None else self._engine.counts
 
@@ -156,7 +172,7 @@ class Worker(Listener):
         return 0 if self._runner is None else self._runner.running
 
     @property
-    def in_hand(self) -> int:
+    def in_flight(self) -> int:
         """Leases that it holds: waiting, running, or with a verdict on its way."""
         return len(self._held)
 
@@ -182,7 +198,7 @@ class Worker(Listener):
             self._hurrying.set()
         self._draining.set()
 
-    async def run(self) -> Ended:
+    async def run(self) -> WorkerExit:
         """Work until drained; returns why it ended. Cancelled, it drains in a hurry first."""
         self._check_places()
         self.incarnation = new_identity(self._name)
@@ -196,8 +212,8 @@ class Worker(Listener):
     # From start to drained ---------------------------------------------------------------------------
 
     def _check_places(self) -> None:
-        for plan in self._app.plans.values():
-            if plan.mode is Mode.PROCESS:
+        for plan in self._app.specs.values():
+            if plan.mode is ExecutionMode.PROCESS:
                 locate(plan)
 
     async def _connect(self) -> bool:
@@ -214,7 +230,7 @@ class Worker(Listener):
                 return True
         return False
 
-    async def _work(self) -> Ended:
+    async def _work(self) -> WorkerExit:
         assert self._engine is not None
         engine = self._engine
         self._announce()
@@ -222,15 +238,15 @@ class Worker(Listener):
         if bookkeeping is not None:
             await bookkeeping.prepare()
         relay = AsyncExitStack()
-        await relay.enter_async_context(relaying(self._app, wanted=self._upkeep and self._app.settings.outbox_relay))
+        await relay.enter_async_context(run_relay(self._app, wanted=self._upkeep and self._app.settings.outbox_relay))
         settler = Settler(engine, self._held)
         runner = self._runner = Runner(
-            self._app.plans,
+            self._app.specs,
             settler,
             self._held,
             self.concurrency,
             tools=self._tools(engine),
-            gate=self._app.gate(self._app.ledger_port),
+            gate=self._app.guard_runner(self._app.ledger_backend),
             tracer=tracer_for(self._app.settings.tracing),
             cancel_grace_s=self._cancel_grace_s,
             in_memory=self._app.settings.in_memory,
@@ -238,7 +254,7 @@ class Worker(Listener):
         fetcher = self._fetcher = Fetcher(
             engine, self.incarnation, self._queues, runner, self._held, self._app.settings, quota=self._max_jobs
         )
-        renewer = Renewer(engine.sibling(), self._queues, self._held, self._app.settings.heartbeat_interval_s, self)
+        renewer = Renewer(engine.clone(), self._queues, self._held, self._app.settings.heartbeat_interval_s, self)
         renewer.start()
         fetching = asyncio.create_task(fetcher.run())
         helpers = [asyncio.create_task(self._housekeep()), *self._start_upkeep(engine)]
@@ -247,11 +263,11 @@ class Worker(Listener):
         postman = self._start_postman(engine)
 
         async def end() -> None:
-            ending = Ending(self._held, self._app.settings, self._hurrying, self._cancel_grace_s)
+            ending = Drain(self._held, self._app.settings, self._hurrying, self._cancel_grace_s)
             # From the last to the first, each of them whatever the others raise: a renewer that is left behind
             # would keep these jobs from everybody for as long as the process lives.
             async with AsyncExitStack() as last:
-                last.push_async_callback(ending.leave, engine, self.incarnation, self._queues)
+                last.push_async_callback(ending.deregister, engine, self.incarnation, self._queues)
                 last.push_async_callback(runner.close)
                 last.push_async_callback(renewer.stop)
                 if bookkeeping is not None:
@@ -279,7 +295,7 @@ class Worker(Listener):
             "incarnation": self.incarnation,
             "engine": redact(self._app.settings.url),
             "queues": list(self._queues),
-            "tasks": sorted(self._app.plans),
+            "tasks": sorted(self._app.specs),
         }
         _log.info(
             "worker %s started on %s: queues %s, tasks %s",
@@ -290,11 +306,11 @@ class Worker(Listener):
             extra=facts,
         )
 
-    def _tools(self, engine: Engine) -> Tools:
+    def _tools(self, engine: Engine) -> EffectRuntime:
         async def ledger() -> Ledger | None:
-            return self._app.ledger_port
+            return self._app.ledger_backend
 
-        async def find(queue: str, job_id: str) -> JobView | None:
+        async def find(queue: str, job_id: str) -> JobInfo | None:
             return (await engine.get(queue, [job_id]))[0]
 
         def now_ms() -> int:
@@ -302,7 +318,7 @@ class Worker(Listener):
             return self._runner.now_ms()
 
         settings = self._app.settings
-        return Tools(
+        return EffectRuntime(
             ledger,
             find,
             now_ms,
@@ -330,83 +346,87 @@ class Worker(Listener):
     def _start_upkeep(self, engine: Engine) -> list[asyncio.Task[None]]:
         if not self._upkeep:
             return []
-        queues = Queues(engine, self._queues)
+        queues = QueueSelection(engine, self._queues)
         self._promoter = Promoter(engine, queues)
         # All queues, not only ours: one that no worker serves grows, too.
-        alarm = Alarm(engine, Queues(engine, ()), self._app.settings, self._app.ledger_port)
-        loops = (self._promoter.run(), Pruner(engine, queues).run(), alarm.run())
+        alarm = BacklogMonitor(engine, QueueSelection(engine, ()), self._app.settings, self._app.ledger_backend)
+        loops = (self._promoter.run(), EnginePruner(engine, queues).run(), alarm.run())
         return [asyncio.create_task(loop) for loop in loops]
 
-    def _bookkeeping(self, engine: Engine) -> Bookkeeping | None:
-        ledger = self._app.ledger_port
+    def _bookkeeping(self, engine: Engine) -> LedgerTasks | None:
+        ledger = self._app.ledger_backend
         if ledger is None or not self._upkeep:
             return None
         settings = self._app.settings
         # All queues, not only ours: nobody else may be there to do it.
-        return Bookkeeping(engine, ledger, settings, name=self.incarnation, project=settings.projector)
+        return LedgerTasks(engine, ledger, settings, name=self.incarnation, project=settings.projector)
 
-    def _start_postman(self, engine: Engine) -> Postman | None:
-        if self._app.ledger_port is None or not self._upkeep or not self._app.settings.tells:
+    def _start_postman(self, engine: Engine) -> WebhookWorker | None:
+        if self._app.ledger_backend is None or not self._upkeep or not self._app.settings.webhooks_enabled:
             return None
         # Here: it is a worker itself.
-        from holdfast.worker.postman import Postman
+        from holdfast.worker.webhook_worker import WebhookWorker
 
-        postman = Postman(engine, self._app.settings)
+        postman = WebhookWorker(engine, self._app.settings)
         postman.start()
         return postman
 
     async def _housekeep(self) -> None:
         while not self._has_had_enough():
             await asyncio.sleep(_HOUSEKEEPING_S)
-            self._free_hostages()
+            self._release_prefetched()
         self.drain()
 
     def _has_had_enough(self) -> bool:
         if self._max_jobs is not None and self.finished >= self._max_jobs:
-            self._ended = Ended.MAX_JOBS
+            self._ended = WorkerExit.MAX_JOBS
         elif self._max_rss is not None and resident_bytes() > self._max_rss:
-            self._ended = Ended.MAX_RSS
+            self._ended = WorkerExit.MAX_RSS
         else:
             return False
         _log.info("the worker ends to be started again: %s", self._ended)
         return True
 
-    def _free_hostages(self) -> None:
+    def _release_prefetched(self) -> None:
         """Jobs fetched ahead that nothing has started for a second wait behind slow ones: others may be free."""
         if self._runner is None or self._fetcher is None:
             return
-        if self._runner.waiting and self._runner.started == self._started_before:
-            self._fetcher.slow_down()
-            released = self._runner.release_waiting("given back: the worker is busy")
+        if self._runner.queued and self._runner.started == self._started_before:
+            self._fetcher.stop_prefetching()
+            released = self._runner.release_queued("given back: the worker is busy")
             _log.info("%d jobs given back that were fetched ahead", released)
         self._started_before = self._runner.started
 
     # What the renewer tells ------------------------------------------------------------------------
 
-    def lost(self, leases: Sequence[Lease]) -> None:
+    def on_leases_lost(self, leases: Sequence[Lease]) -> None:
         """Leases that ran out: end those runs, without a verdict."""
         runs = self._runs(leases)
         # Counted here and nowhere else: to the engine, a lease that was settled a moment ago looks the same.
-        self.counts.leases_lost += len(runs)
+        self.counters.leases_lost += len(runs)
         for run in runs:
-            _log.warning("the lease on job %s is lost; its run is stopped", run.claim.job_id, extra=about(run.claim))
+            _log.warning(
+                "the lease on job %s is lost; its run is stopped", run.claim.job_id, extra=log_fields(run.claim)
+            )
         self._lose(runs)
 
-    def cancelled(self, leases: Sequence[Lease]) -> None:
+    def on_cancelled(self, leases: Sequence[Lease]) -> None:
         """An operator moved these jobs: end those runs."""
         runs = self._runs(leases)
         for run in runs:
             _log.info(
-                "job %s was taken away by an operator; its run is stopped", run.claim.job_id, extra=about(run.claim)
+                "job %s was taken away by an operator; its run is stopped",
+                run.claim.job_id,
+                extra=log_fields(run.claim),
             )
         self._lose(runs)
 
-    def controlled(self, queue: str, control: Control) -> None:
+    def on_control_changed(self, queue: str, control: QueueControl) -> None:
         """An operator's hand on a queue."""
         self._controls[queue] = control
         self._apply_concurrency()
 
-    def due(self, queue: str, at_ms: int) -> None:
+    def on_due(self, queue: str, at_ms: int) -> None:
         """A job waits for its time."""
         if self._promoter is not None:
             self._promoter.due(at_ms)
@@ -418,7 +438,7 @@ class Worker(Listener):
     def _lose(self, runs: Sequence[Run]) -> None:
         if self._runner is not None:
             for run in runs:
-                self._runner.stop(run, Stop.LOST)
+                self._runner.stop(run, StopReason.LOST)
 
     def _apply_concurrency(self) -> None:
         if self._runner is not None and self._runner.concurrency != self.concurrency:

@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import asyncpg
 
-from holdfast.engine.redis.connection import Connection
-from holdfast.engine.sqlite.reader import Reader
-from holdfast.engine.sqlite.writer import Writer
+from holdfast.engine.redis.net.connection import PipelinedConnection
+from holdfast.sqlite.connection import ReaderThread
+from holdfast.sqlite.writer import Writer
 from tests.chaos.crashing import on_postgres, on_redis, on_sqlite
 from tests.chaos.crashing.on_postgres import outside
 from tests.chaos.crashing.on_redis import scripts
@@ -36,11 +36,11 @@ def installed(seam: Seam) -> Iterator[None]:
     """Every store of this process behind the seam, and nobody waits before trying again."""
     opened = Opened()
     with (
-        patch.object(Connection, "call", on_redis.call_through(seam, opened)),
+        patch.object(PipelinedConnection, "call", on_redis.call_through(seam, opened)),
         patch.object(asyncpg.Connection, "__init__", on_postgres.connecting_through(seam, opened)),
         patch.object(Writer, "perform", on_sqlite.writing_through(seam)),
-        patch.object(Reader, "ask", on_sqlite.reading_through(seam)),
-        patch("holdfast.core.backoff.Backoff.next_s", _at_once),
+        patch.object(ReaderThread, "run", on_sqlite.reading_through(seam)),
+        patch("holdfast.core.retry.Backoff.next_s", _at_once),
         on_sqlite.queries_through(seam),
     ):
         seam.abandon = opened.abandon

@@ -8,8 +8,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
-from holdfast.engine.redis import client as redis_client
-from holdfast.engine.redis.connection import Connection
+from holdfast.engine.redis.net import client as redis_client
+from holdfast.engine.redis.net.connection import PipelinedConnection
 from tests.chaos.crashing.opened import Opened
 from tests.chaos.crashing.seam import Seam
 
@@ -59,10 +59,10 @@ _GREETINGS: Final = frozenset({"AUTH", "SELECT", "HELLO", "SCRIPT"})
 
 
 def call_through(seam: Seam, opened: Opened) -> Callable[..., Any]:
-    original = Connection.call
+    original = PipelinedConnection.call
     names = {script.sha: script.name for script in scripts()}
 
-    def call(self: Connection, *command: Any, blocks_s: float = 0.0) -> Any:
+    def call(self: PipelinedConnection, *command: Any, blocks_s: float = 0.0) -> Any:
         opened.redis(self)
         word = _text(command[0]).upper()
         if word in _GREETINGS or seam.off:

@@ -10,9 +10,9 @@ from typing import Any
 from sqlalchemy import Engine as SqlEngine
 from sqlalchemy import event
 
-from holdfast.engine.sqlite.reader import Reader
-from holdfast.engine.sqlite.writer import Writer
 from holdfast.errors import EngineUnavailable, LedgerUnavailable, Unavailable
+from holdfast.sqlite.connection import ReaderThread
+from holdfast.sqlite.writer import Writer
 from tests.chaos.crashing.on_postgres import statement_name
 from tests.chaos.crashing.seam import Seam, Way
 
@@ -39,9 +39,9 @@ def writing_through(seam: Seam) -> Callable[..., Any]:
 
 
 def reading_through(seam: Seam) -> Callable[..., Any]:
-    original = Reader.ask
+    original = ReaderThread.run
 
-    async def ask(self: Reader, question: Callable[..., Any]) -> Any:
+    async def ask(self: ReaderThread, question: Callable[..., Any]) -> Any:
         return await seam.through(
             f"read {_named(question)}",
             lambda: original(self, question),

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncpg
 
-from holdfast.engine.redis.connection import Connection
-from holdfast.engine.sqlite import writers
+from holdfast.engine.redis.net.connection import PipelinedConnection
+from holdfast.sqlite import writer as writers
 
 
 class Opened:
     """What a dead process leaves behind for its operating system to close."""
 
     def __init__(self) -> None:
-        self._redis: set[Connection] = set()
+        self._redis: set[PipelinedConnection] = set()
         self._postgres: set[asyncpg.Connection] = set()
 
-    def redis(self, connection: Connection) -> None:
+    def redis(self, connection: PipelinedConnection) -> None:
         self._redis.add(connection)
 
     def postgres(self, connection: asyncpg.Connection) -> None:

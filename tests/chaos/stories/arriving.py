@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from holdfast import Holdfast
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConnection
+from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
 from holdfast.core.states import State
 from holdfast.core.verdict import MESSAGE_MALFORMED
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import LedgerDedup
-from holdfast.triggers.runtime import Call, Run, Runtime
-from holdfast.triggers.tasks import TaskRuntime
+from holdfast.triggers.dedup import LedgerDedupStore
+from holdfast.triggers.runtime import Runtime, RuntimeCall, RuntimeResult
+from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.chaos.places import Place, RedisPlace
 from tests.chaos.process import Process
@@ -40,7 +40,7 @@ class Triggered(Story):
             return world.act("plain")
 
     async def begin(self, process: Process, world: World) -> None:
-        MemoryBroker.forget(_BROKER)
+        MemoryBroker.reset(_BROKER)
 
     async def write(self, process: Process, world: World) -> None:
         for topic in ("tasks", "calls"):
@@ -52,11 +52,13 @@ class Triggered(Story):
 
     async def calls(self, process: Process, world: World) -> None:
         if process.place.has_ledger:
-            dedup = LedgerDedup(process.ledger.effects, "calls", lease_s=_LEASE_S)
+            dedup = LedgerDedupStore(process.ledger.effects, "calls", lease_s=_LEASE_S)
             await self._consume(process, "calls", _Function(world), dedup)
             assert world.acted["call"], "the message is acknowledged, and the function was not called"
 
-    async def _consume(self, process: Process, topic: str, runtime: Runtime, dedup: LedgerDedup | None = None) -> None:
+    async def _consume(
+        self, process: Process, topic: str, runtime: Runtime, dedup: LedgerDedupStore | None = None
+    ) -> None:
         """Until the broker has nothing left of it."""
         broker = MemoryBroker.named(_BROKER)
         # What a dead process had in hand is delivered again.
@@ -64,7 +66,7 @@ class Triggered(Story):
         config = TriggerConfig(queue_name=topic, consumer_group=_GROUP, concurrency=1)
         trigger = QueueTrigger(
             config,
-            MemoryAdapter(MemoryConnection(name=_BROKER), topic, _GROUP),
+            MemoryAdapter(MemoryConfig(name=_BROKER), topic, _GROUP),
             runtime,
             book=process.ledger.triggers if process.place.has_ledger else None,
             dedup=dedup,
@@ -103,8 +105,8 @@ class _Desk(TaskRuntime):
         super().__init__(app, "plain")
         self._world = world
 
-    async def act(self, call: Call) -> Run:
-        run = await super().act(call)
+    async def run_call(self, call: RuntimeCall) -> RuntimeResult:
+        run = await super().run_call(call)
         self._world.accept("tasks", run.run_id)
         return run
 

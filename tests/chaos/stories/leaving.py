@@ -10,16 +10,16 @@ from typing import Any, ClassVar, Final
 from holdfast import Holdfast
 from holdfast.brokers.memory import MemoryBroker
 from holdfast.core.states import State
-from holdfast.ledger.listing import JobFilter
-from holdfast.ledger.outbox_store import Status
-from holdfast.outbox.writing import Event
+from holdfast.execution.spec import TaskSpec
+from holdfast.ledger.port.messages import OutboxStatus
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.outbox.writer import NewOutboxEvent
 from holdfast.settings import Settings
-from holdfast.upkeep.courier import Courier
-from holdfast.upkeep.relaying import Relaying
-from holdfast.webhooks.messages import QUEUE as WEBHOOKS
-from holdfast.webhooks.sending import Sender
-from holdfast.worker.plan import Plan
-from holdfast.worker.postman import _PostOffice
+from holdfast.upkeep.dispatch import WebhookDispatcher
+from holdfast.upkeep.relay_service import RelayService
+from holdfast.webhooks.deliveries import QUEUE as WEBHOOKS
+from holdfast.webhooks.sender import WebhookSender
+from holdfast.worker.webhook_worker import _WebhookApp
 from tests.chaos.crashing import outside
 from tests.chaos.process import Process, again
 from tests.chaos.stories.story import Step, Story, World, hand_in, keep, work
@@ -50,22 +50,24 @@ class Publishing(Story):
     async def write(self, process: Process, world: World) -> None:
         """The user's own statement of what was committed, and so not ours to fail."""
         if not world.notes.get("written"):
-            MemoryBroker.forget(_BROKER)
+            MemoryBroker.reset(_BROKER)
             async with users_transaction(process.place.ledger_url) as connection:
-                await process.app.outbox.add_many(connection, [Event(topic="orders", key="k", payload={"n": 1})])
+                await process.app.outbox.add_many(
+                    connection, [NewOutboxEvent(topic="orders", key="k", payload={"n": 1})]
+                )
                 job = await process.app.tasks["plain"].options(connection=connection, idempotency_key="tx").submit()
             world.accept("tx", job.id)
             world.notes["written"] = True
 
     async def relay(self, process: Process, world: World) -> None:
-        outbox = process.app.outbox_port
+        outbox = process.app.outbox_backend
         assert outbox is not None
-        relaying = Relaying(process.app, outbox)
+        relaying = RelayService(process.app, outbox)
         running = asyncio.create_task(relaying.run())
         store = await again(outbox.open)
         for _ in range(2_000):
             found = await again(lambda: store.find(None, limit=10))
-            if all(each.status is Status.SENT for each in found):
+            if all(each.status is OutboxStatus.SENT for each in found):
                 break
             await asyncio.sleep(0.005)
             process.place.tick()
@@ -99,16 +101,16 @@ class Telling(Story):
         async def plain() -> str:
             return "done"
 
-    def plans(self, app: Holdfast, world: World) -> Mapping[str, Plan]:
-        return _PostOffice(app.engine, app.settings, _Addressee(app.settings, world)).plans
+    def plans(self, app: Holdfast, world: World) -> Mapping[str, TaskSpec]:
+        return _WebhookApp(app.engine, app.settings, _Addressee(app.settings, world)).specs
 
     async def submit(self, process: Process, world: World) -> None:
         await hand_in(process, world, "plain", "one", webhook="http://127.0.0.1:9/hook")
 
     async def tell(self, process: Process, world: World) -> None:
-        courier = Courier(process.engine, process.ledger, process.app.settings)
+        courier = WebhookDispatcher(process.engine, process.ledger, process.app.settings)
         async with process.projecting() if process.place.apart else nullcontext():
-            await again(courier.turn)
+            await again(courier.run_once)
         await courier._patience.close()
 
     def steps(self) -> Sequence[Step]:
@@ -122,10 +124,10 @@ class Telling(Story):
         assert len(world.notes.get("told", ())) == 1, world.notes
         found = await process.ledger.queries.jobs(JobFilter(queues=frozenset({WEBHOOKS})), 10, None)
         assert [job.state for job in found.jobs] == [State.SUCCEEDED]
-        assert not await process.ledger.telling.jobs(10)
+        assert not await process.ledger.notifications.finished_jobs(10)
 
 
-class _Addressee(Sender):
+class _Addressee(WebhookSender):
     """Takes everything."""
 
     def __init__(self, settings: Settings, world: World) -> None:

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 from holdfast import Context, Fatal, Holdfast
 from holdfast.core.states import State
 from holdfast.errors import Conflict, IntakeRefused, TransitionInvalid, Unavailable
-from holdfast.ledger.deeds import LogFilter
-from holdfast.ledger.letters import LetterFilter
-from holdfast.ledger.listing import JobFilter
-from holdfast.ledger.people import LetterStatus
+from holdfast.ledger.port.operators import DeadLetterStatus
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.ledger.queries.operator_filters import AuditFilter, DeadLetterFilter
 from tests.chaos.process import Process, again
 from tests.chaos.stories.people import ANN, BOB, letter_of
 from tests.chaos.stories.story import (
@@ -30,8 +29,8 @@ from tests.chaos.stories.story import (
     work,
 )
 
-_MENDED = LetterFilter(job_type="mended")
-_USELESS = LetterFilter(job_type="useless")
+_MENDED = DeadLetterFilter(job_type="mended")
+_USELESS = DeadLetterFilter(job_type="useless")
 
 
 class Many(Story):
@@ -70,7 +69,7 @@ class Many(Story):
         letter = await letter_of(process, world, "mended-1")
         while True:
             try:
-                await process.offices.letters.replay(ANN, letter.dlq_id, reason="mended", expected=0)
+                await process.offices.dead_letters.replay(ANN, letter.dlq_id, reason="mended", expected=0)
             except (IntakeRefused, Conflict):
                 # Or it was refused before, and the answer was lost.
                 return
@@ -82,17 +81,17 @@ class Many(Story):
         await self._control(process, intake_paused=False)
 
     async def _control(self, process: Process, **changes: Any) -> None:
-        change = partial(process.offices.operating.change_control, ANN, QUEUE, reason="flood", verb="intake")
+        change = partial(process.offices.operating.update_control, ANN, QUEUE, reason="flood", verb="intake")
         await again(partial(change, **changes))
 
     async def replay(self, process: Process, world: World) -> None:
-        await self._all(partial(process.offices.letters.replay_many, ANN, _MENDED, reason="mended"))
+        await self._all(partial(process.offices.dead_letters.replay_many, ANN, _MENDED, reason="mended"))
 
     async def discard(self, process: Process, world: World) -> None:
-        await self._all(partial(process.offices.letters.discard_many, ANN, _USELESS, reason="of no use"))
+        await self._all(partial(process.offices.dead_letters.discard_many, ANN, _USELESS, reason="of no use"))
 
     async def confirm(self, process: Process, world: World) -> None:
-        await self._all(partial(process.offices.letters.confirm_many, BOB, _USELESS))
+        await self._all(partial(process.offices.dead_letters.confirm_many, BOB, _USELESS))
 
     async def _all(self, act: Any) -> None:
         """As a person does who is told that some could not be done: once more, until there is nothing left to do."""
@@ -119,7 +118,7 @@ class Many(Story):
 
     async def hurry(self, process: Process, world: World) -> None:
         with suppress(TransitionInvalid):
-            await again(lambda: process.offices.operating.retry_now(ANN, world.accepted["early"], reason="now"))
+            await again(lambda: process.offices.operating.expedite(ANN, world.accepted["early"], reason="now"))
 
     def steps(self) -> Sequence[Step]:
         return (
@@ -159,12 +158,12 @@ class Many(Story):
             if key.startswith("mended"):
                 assert letter.replay_count >= 1, letter
             else:
-                assert letter.status is LetterStatus.DISCARDED, letter
+                assert letter.status is DeadLetterStatus.DISCARDED, letter
         ends = {key: await state_of(process, world, key) for key in (*self.aside, "early")}
         done, gone = State.SUCCEEDED, State.CANCELLED
         assert ends == {"back-1": done, "back-2": done, "away": gone, "early": done}
         jobs = await process.ledger.queries.jobs(JobFilter(job_type="mended"), 50, None)
         assert sorted(job.state for job in jobs.jobs) == [State.FAILED, State.FAILED, State.SUCCEEDED, State.SUCCEEDED]
-        refused = LogFilter(types=frozenset({"operator.dlq_replay_refused"}))
-        assert len((await process.offices.operating.log(ANN, refused)).lines) == 1, "a refusal is told once"
+        refused = AuditFilter(types=frozenset({"operator.dlq_replay_refused"}))
+        assert len((await process.offices.operating.audit_log(ANN, refused)).entries) == 1, "a refusal is told once"
         await check_alerts(process, world)

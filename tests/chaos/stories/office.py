@@ -8,13 +8,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
-from holdfast import AskPeople, Context, Fatal, Holdfast
-from holdfast.chaos.people import settle_doubt
-from holdfast.core.person import ALL_TENANTS, Role
+from holdfast import Context, Fatal, Holdfast, RequireApproval
+from holdfast.core.principal import ALL_TENANTS, Role
 from holdfast.core.states import State
 from holdfast.errors import Conflict, TransitionInvalid
-from holdfast.ledger.people import LetterStatus
-from holdfast.ledger.trigger_book import Presence
+from holdfast.ledger.port.messages import TriggerHeartbeat
+from holdfast.ledger.port.operators import DeadLetterStatus
+from holdfast.verification.chaos.operators import resolve_effect
 from tests.chaos.process import Process, again
 from tests.chaos.stories.people import ANN, BOB, letter_of
 from tests.chaos.stories.story import (
@@ -42,7 +42,9 @@ class Minding(Story):
     settings: ClassVar[dict[str, Any]] = {"backlog_alert": 1}
 
     def tasks(self, app: Holdfast, world: World) -> None:
-        app.guard.rule("asked", task="asked", then=AskPeople("nobody answers", deadline=timedelta(milliseconds=1)))
+        app.guard.rule(
+            "asked", task="asked", then=RequireApproval("nobody answers", deadline=timedelta(milliseconds=1))
+        )
 
         async def do() -> str:
             world.act("once")
@@ -72,7 +74,7 @@ class Minding(Story):
         """A person settles the doubt, once there is one."""
         if await state_of(process, world, "doubtful") is State.SUSPENDED:
             happened = bool(world.acted["once"])
-            await again(lambda: settle_doubt(process.app, _TENANT, "once", done=happened))
+            await again(lambda: resolve_effect(process.app, _TENANT, "once", done=happened))
             with suppress(TransitionInvalid):
                 resume = process.offices.operating.resume
                 await again(partial(resume, ANN, world.accepted["doubtful"], reason="somebody has looked"))
@@ -80,12 +82,12 @@ class Minding(Story):
     async def discard(self, process: Process, world: World) -> None:
         letter = await letter_of(process, world, "doomed")
         with suppress(Conflict):
-            await again(lambda: process.offices.letters.discard(ANN, letter.dlq_id, "of no use"))
+            await again(lambda: process.offices.dead_letters.discard(ANN, letter.dlq_id, "of no use"))
 
     async def save(self, process: Process, world: World) -> None:
         letter = await letter_of(process, world, "doomed")
         with suppress(Conflict):
-            await again(lambda: process.offices.letters.keep(BOB, letter.dlq_id, "of some use"))
+            await again(lambda: process.offices.dead_letters.keep(BOB, letter.dlq_id, "of some use"))
 
     async def token(self, process: Process, world: World) -> None:
         create = process.offices.tokens.create
@@ -96,11 +98,11 @@ class Minding(Story):
 
     async def trigger(self, process: Process, world: World) -> None:
         book, name = process.ledger.triggers, "orders"
-        here = Presence(name=name, process="p", queue_name=name, adapter="memory", health={}, seen_at_ms=0)
-        await again(lambda: book.report([here], forget_after_ms=60_000))
-        for act in (process.offices.triggering.pause, process.offices.triggering.resume):
+        here = TriggerHeartbeat(name=name, process="p", queue_name=name, adapter="memory", health={}, seen_at_ms=0)
+        await again(lambda: book.heartbeat([here], forget_after_ms=60_000))
+        for act in (process.offices.triggers.pause, process.offices.triggers.resume):
             await again(partial(act, ANN, name, reason="too many"))
-        await again(lambda: book.leave("p"))
+        await again(lambda: book.remove_process("p"))
 
     async def forget(self, process: Process, world: World) -> None:
         await again(lambda: process.ledger.prune(0, 100))
@@ -137,8 +139,8 @@ class Minding(Story):
             "patient": State.SUCCEEDED,
             "asked": State.CANCELLED,
         }
-        assert (await letter_of(process, world, "doomed")).status is LetterStatus.OPEN
-        token = await process.ledger.people.token(world.notes["token"])
+        assert (await letter_of(process, world, "doomed")).status is DeadLetterStatus.OPEN
+        token = await process.ledger.operators.token(world.notes["token"])
         assert token is not None
         assert token.revoked_at is not None
         assert not await process.ledger.triggers.pauses()

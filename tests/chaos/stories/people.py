@@ -7,25 +7,25 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from holdfast import AskPeople, Context, Fatal, Holdfast
-from holdfast.core.person import ALL_TENANTS, Person, Role
+from holdfast import Context, Fatal, Holdfast, RequireApproval
+from holdfast.core.principal import ALL_TENANTS, Principal, Role
 from holdfast.core.states import State
 from holdfast.errors import Conflict, TransitionInvalid, Unavailable
-from holdfast.ledger.letters import LetterFilter
-from holdfast.ledger.listing import JobFilter
-from holdfast.ledger.people import ApprovalStatus, LetterStatus
+from holdfast.ledger.port.operators import ApprovalStatus, DeadLetterStatus
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.ledger.queries.operator_filters import DeadLetterFilter
 from tests.chaos.process import Process, again
 from tests.chaos.stories.story import Step, Story, World, hand_in, keep, later, state_of, work
 
 _EVERYTHING: Final = frozenset({ALL_TENANTS})
-ANN: Final = Person(name="ann", role=Role.ADMIN, tenants=_EVERYTHING)
-BOB: Final = Person(name="bob", role=Role.ADMIN, tenants=_EVERYTHING)
+ANN: Final = Principal(name="ann", role=Role.ADMIN, tenants=_EVERYTHING)
+BOB: Final = Principal(name="bob", role=Role.ADMIN, tenants=_EVERYTHING)
 
 
 async def letter_of(process: Process, world: World, key: str) -> Any:
     """The dead letter, once the ledger has it."""
     for _ in range(20):
-        rows = (await again(lambda: process.offices.letters.list(ANN, LetterFilter()))).letters
+        rows = (await again(lambda: process.offices.dead_letters.list(ANN, DeadLetterFilter()))).dead_letters
         for row in rows:
             if row.job_id == world.accepted[key]:
                 return row
@@ -56,19 +56,19 @@ class Letters(Story):
         """Until it is seen to be replayed: a mark is enough, whoever is told that the engine is away has left one."""
         while not (letter := await letter_of(process, world, "replayed")).replay_count:
             with suppress(Conflict, Unavailable):
-                await process.offices.letters.replay(ANN, letter.dlq_id, reason="mended", expected=0)
+                await process.offices.dead_letters.replay(ANN, letter.dlq_id, reason="mended", expected=0)
 
     async def discard(self, process: Process, world: World) -> None:
         letter = await letter_of(process, world, "discarded")
-        if letter.status is LetterStatus.OPEN:
+        if letter.status is DeadLetterStatus.OPEN:
             with suppress(Conflict):
-                await again(lambda: process.offices.letters.discard(ANN, letter.dlq_id, "of no use"))
+                await again(lambda: process.offices.dead_letters.discard(ANN, letter.dlq_id, "of no use"))
 
     async def confirm(self, process: Process, world: World) -> None:
         letter = await letter_of(process, world, "discarded")
-        if letter.status is not LetterStatus.DISCARDED:
+        if letter.status is not DeadLetterStatus.DISCARDED:
             with suppress(Conflict):
-                await again(lambda: process.offices.letters.confirm(BOB, letter.dlq_id))
+                await again(lambda: process.offices.dead_letters.confirm(BOB, letter.dlq_id))
 
     def steps(self) -> Sequence[Step]:
         return (self.submit, work, work, keep, keep, self.replay, self.discard, self.confirm, work, keep)
@@ -78,7 +78,7 @@ class Letters(Story):
             assert await state_of(process, world, which) is State.FAILED
         replayed = await letter_of(process, world, "replayed")
         assert replayed.replay_count == 1, replayed
-        assert (await letter_of(process, world, "discarded")).status is LetterStatus.DISCARDED
+        assert (await letter_of(process, world, "discarded")).status is DeadLetterStatus.DISCARDED
         jobs = await process.ledger.queries.jobs(JobFilter(), 50, None)
         assert sorted(job.state for job in jobs.jobs) == [State.FAILED, State.FAILED, State.SUCCEEDED]
 
@@ -90,7 +90,7 @@ class Deciding(Story):
     repeated = frozenset({"risky"})
 
     def tasks(self, app: Holdfast, world: World) -> None:
-        app.guard.rule("risky", task="risky", then=AskPeople("it is risky"))
+        app.guard.rule("risky", task="risky", then=RequireApproval("it is risky"))
 
         @app.task(name="risky")
         async def risky() -> str:

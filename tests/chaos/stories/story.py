@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Final
 from sqlalchemy import func, select
 
 from holdfast import Holdfast, Job
-from holdfast.core.job import JobView
+from holdfast.core.job import JobInfo
 from holdfast.core.states import State
-from holdfast.ledger.schema import alerts
-from holdfast.upkeep.alarm import Alarm
-from holdfast.upkeep.loop import Queues
-from holdfast.worker.plan import Plan
+from holdfast.execution.spec import TaskSpec
+from holdfast.schema import alerts
+from holdfast.upkeep.backlog_monitor import BacklogMonitor
+from holdfast.upkeep.loop import QueueSelection
 from tests.chaos.places import Place
 from tests.chaos.process import Process, again
 
@@ -69,7 +69,7 @@ class Story:
     def tasks(self, app: Holdfast, world: World) -> None:
         """Register them."""
 
-    def plans(self, app: Holdfast, world: World) -> Mapping[str, Plan]:
+    def plans(self, app: Holdfast, world: World) -> Mapping[str, TaskSpec]:
         """Of tasks that are not the app's."""
         return {}
 
@@ -106,8 +106,10 @@ async def later(process: Process, world: World) -> None:
 
 async def watch(process: Process, world: World) -> None:
     """A look at the backlog, as is taken every two seconds."""
-    alarm = Alarm(process.engine, Queues(process.engine, [QUEUE]), process.app.settings, process.ledger)
-    await again(alarm.look)
+    alarm = BacklogMonitor(
+        process.engine, QueueSelection(process.engine, [QUEUE]), process.app.settings, process.ledger
+    )
+    await again(alarm.check)
 
 
 async def check_alerts(process: Process, world: World) -> None:
@@ -117,10 +119,10 @@ async def check_alerts(process: Process, world: World) -> None:
         assert not await snapshot.scalar(select(func.count()).select_from(alerts)), "an alert stands"
 
 
-async def view_of(process: Process, world: World, key: str) -> JobView:
+async def view_of(process: Process, world: World, key: str) -> JobInfo:
     (view,) = await again(lambda: process.engine.get(QUEUE, [world.accepted[key]]))
     assert view is not None, f"the accepted job {key} is not there"
-    found: JobView = view
+    found: JobInfo = view
     return found
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from holdfast import Holdfast
 from holdfast.core.job import Claim, Envelope, Failure, new_job_ids
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, Release, RetryLater, Settlement, Succeed
-from holdfast.engine.port import Control
+from holdfast.core.verdict import Release, RetryLater, Settlement, SettleResult, Succeed
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import ControlChanged, TransitionInvalid, Unavailable
 from tests.chaos.places import Place
 from tests.chaos.process import Process, again
@@ -46,18 +46,18 @@ class Verbs(Story):
             )
             for key, job_id in zip(self.keys, ids, strict=True)
         ]
-        desk = await again(process.app.desk)
+        desk = await again(process.app.submitter)
         for key, receipt in zip(self.keys, await again(lambda: desk.submit_many(envelopes)), strict=True):
             world.accept(key, receipt.job_id)
 
     async def take(self, process: Process, world: World) -> None:
         job_id = world.accepted["taken"]
         try:
-            claims = [await process.engine.take(process.name, QUEUE, job_id)]
+            claims = [await process.engine.claim_job(process.name, QUEUE, job_id)]
         except TransitionInvalid:
             claims = []
         except Unavailable:
-            claims = await again(lambda: process.engine.resume(process.name, [QUEUE], ()))
+            claims = await again(lambda: process.engine.recover_claims(process.name, [QUEUE], ()))
         await self._renew_and_settle(process, claims)
 
     async def hold(self, process: Process, world: World) -> None:
@@ -76,7 +76,7 @@ class Verbs(Story):
         late = [Settlement(claim, Succeed(b"late"), claim.claimed_at_ms) for claim in world.notes.get("late", ())]
         if late:
             answers = await again(lambda: process.engine.settle(late))
-            assert set(answers) == {Answer.STALE}, f"a lost lease has settled: {answers}"
+            assert set(answers) == {SettleResult.STALE}, f"a lost lease has settled: {answers}"
 
     async def relapse(self, process: Process, world: World) -> None:
         """A worker that slept for longer than its lease gets its own job again: only the second lease counts."""
@@ -86,9 +86,9 @@ class Verbs(Story):
             await process.place.advance(31_000)
             new = await self._claims(process, lambda: engine.reclaim(slow, [QUEUE], 10), slow, old)
             late = [Settlement(claim, Succeed(b"late"), claim.claimed_at_ms) for claim in old]
-            assert await again(lambda: engine.settle(late)) == [Answer.STALE], "a lost lease has settled"
+            assert await again(lambda: engine.settle(late)) == [SettleResult.STALE], "a lost lease has settled"
             release = [Settlement(claim, Release("given back"), claim.claimed_at_ms) for claim in new]
-            assert Answer.STALE not in await again(lambda: engine.settle(release))
+            assert SettleResult.STALE not in await again(lambda: engine.settle(release))
 
     async def expedite(self, process: Process, world: World) -> None:
         with suppress(TransitionInvalid):
@@ -100,14 +100,14 @@ class Verbs(Story):
         settlements = [Settlement(claim, RetryLater(1_000, failure), claim.claimed_at_ms) for claim in claims]
         if settlements:
             answers = await again(lambda: process.engine.settle(settlements))
-            assert Answer.STALE not in answers, answers
+            assert SettleResult.STALE not in answers, answers
 
     async def control(self, process: Process, world: World) -> None:
-        paused = Control(paused=True)
-        for before, after in ((None, paused), (paused, Control())):
+        paused = QueueControl(paused=True)
+        for before, after in ((None, paused), (paused, QueueControl())):
             with suppress(ControlChanged):
                 await again(partial(process.engine.set_control, QUEUE, after, expected=before))
-        assert (await again(lambda: process.engine.control(QUEUE))) == Control()
+        assert (await again(lambda: process.engine.get_control(QUEUE))) == QueueControl()
 
     async def look(self, process: Process, world: World) -> None:
         engine = process.engine
@@ -115,11 +115,11 @@ class Verbs(Story):
         await again(lambda: engine.workers([QUEUE]))
         await again(lambda: engine.find(QUEUE, [State.QUEUED, State.RETRYING], 10))
         await again(lambda: engine.wait_final(QUEUE, world.accepted["now"], 0))
-        await again(lambda: engine.survey(QUEUE, list(world.accepted.values())))
-        await again(lambda: engine.feed(QUEUE, "", 10))
+        await again(lambda: engine.snapshot(QUEUE, list(world.accepted.values())))
+        await again(lambda: engine.read_feed(QUEUE, "", 10))
 
     async def leave(self, process: Process, world: World) -> None:
-        await again(lambda: process.engine.leave("lost-worker", [QUEUE]))
+        await again(lambda: process.engine.deregister_worker("lost-worker", [QUEUE]))
 
     async def _claims(
         self,
@@ -130,7 +130,7 @@ class Verbs(Story):
     ) -> list[Claim]:
         """As a worker gets them: after a lost reply, first by asking for what it holds."""
         had = {claim.lease for claim in known}
-        resume = partial(process.engine.resume, worker or process.name, [QUEUE], had)
+        resume = partial(process.engine.recover_claims, worker or process.name, [QUEUE], had)
         while True:
             try:
                 return await call()
@@ -147,7 +147,7 @@ class Verbs(Story):
         assert not lost
         settlements = [Settlement(claim, Succeed(b"1"), claim.claimed_at_ms) for claim in claims]
         answers = await again(lambda: process.engine.settle(settlements))
-        assert Answer.STALE not in answers, answers
+        assert SettleResult.STALE not in answers, answers
 
     def steps(self) -> Sequence[Step]:
         return (

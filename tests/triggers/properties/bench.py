@@ -18,17 +18,16 @@ from typing import Any, Final, Literal, TypeVar
 from prometheus_client import CollectorRegistry, generate_latest
 
 from holdfast import Context, Holdfast
-from holdfast.brokers.memory import MemoryBroker, MemoryConnection
-from holdfast.brokers.port import Outgoing, RawMessage
-from holdfast.ledger.trigger_book import Execution
-from holdfast.observe.counts import TriggerNumbers
-from holdfast.observe.trigger_families import trigger_families
+from holdfast.brokers.memory import MemoryBroker, MemoryConfig
+from holdfast.brokers.port import OutgoingMessage, RawMessage
+from holdfast.ledger.port.messages import Execution
+from holdfast.observe.counters import TriggerStats
+from holdfast.observe.prometheus import trigger_metrics
 from holdfast.testing import ManualClock, drain
-from holdfast.triggers.callables import CallableRuntime
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import LedgerDedup
-from holdfast.triggers.runtime import Runtime
-from holdfast.triggers.tasks import TaskRuntime
+from holdfast.triggers.dedup import LedgerDedupStore
+from holdfast.triggers.runtime import CallableRuntime, Runtime
+from holdfast.triggers.task_runtime import TaskRuntime
 from holdfast.triggers.trigger import QueueTrigger
 from tests.observe.support import samples
 from tests.triggers.rig import WatchedAdapter, until
@@ -105,8 +104,8 @@ class Bench:
         queue = f"queue-{next(_numbers)}"
         self.broker = MemoryBroker.named(queue)
         self.config = TriggerConfig(**({"queue_name": queue, "consumer_group": "workers"} | config))
-        self.adapter = ForgetfulAdapter(MemoryConnection(name=queue), queue, "workers", prefetch=self.config.prefetch)
-        ledger = store.app.ledger_port
+        self.adapter = ForgetfulAdapter(MemoryConfig(name=queue), queue, "workers", prefetch=self.config.prefetch)
+        ledger = store.app.ledger_backend
         assert ledger is not None
         self.book = ledger.triggers
         runtime: Runtime = TaskRuntime(store.app, "handle") if kind == "task" else CallableRuntime(act or self._note)
@@ -115,7 +114,7 @@ class Bench:
             self.adapter,
             runtime,
             book=self.book,
-            dedup=None if kind == "task" else LedgerDedup(ledger.effects, queue),
+            dedup=None if kind == "task" else LedgerDedupStore(ledger.effects, queue),
             clock=store.clock,
             sleep=self._sleep,
         )
@@ -142,11 +141,11 @@ class Bench:
         return await self.book.executions(tenants or None, queue_name=self.config.queue_name, limit=1_000)
 
     @property
-    def dead(self) -> list[Outgoing]:
+    def dead(self) -> list[OutgoingMessage]:
         return self.broker.messages(f"{self.config.queue_name}.dlq")
 
     def close(self) -> None:
-        MemoryBroker.forget(self.config.queue_name)
+        MemoryBroker.reset(self.config.queue_name)
 
 
 class Listener(logging.Handler):
@@ -177,13 +176,13 @@ class Listener(logging.Handler):
             source.setLevel(level)
 
 
-def scraped(*triggers: TriggerNumbers) -> dict[str, float]:
+def scraped(*triggers: TriggerStats) -> dict[str, float]:
     """What Prometheus would get of these."""
     registry = CollectorRegistry()
 
     class Collector:
         def collect(self) -> Iterator[Any]:
-            return trigger_families(triggers)
+            return trigger_metrics(triggers)
 
     registry.register(Collector())
     return samples(generate_latest(registry).decode())

@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 
 from holdfast import Fatal, Unavailable
 from holdfast.brokers.factory import BROKER_TYPES, build_adapter, build_publisher
-from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConnection
-from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
+from holdfast.brokers.memory import MemoryAdapter, MemoryBroker, MemoryConfig
+from holdfast.brokers.port import OutgoingMessage, Publisher, QueueAdapter, RawMessage
 from holdfast.errors import UsageError
-from holdfast.ledger.trigger_book import Status
+from holdfast.ledger.port.messages import ExecutionStatus
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import MemoryDedup
-from holdfast.triggers.envelope import HeaderNames, MessageEnvelope
-from holdfast.triggers.file import load_text
-from holdfast.triggers.parsers import parser_of
+from holdfast.triggers.config_file import load_text
+from holdfast.triggers.dedup import InMemoryDedupStore
+from holdfast.triggers.envelope import HeaderNames, MessageEnvelope, parser_of
 from holdfast.triggers.runtime import Runtime
-from holdfast.triggers.trigger import QueueTrigger, TriggerState
+from holdfast.triggers.state import TriggerState
+from holdfast.triggers.trigger import QueueTrigger
 from tests.triggers.properties.strategies import (
     DEDUP_KEYS,
     EVENTS,
@@ -130,11 +130,13 @@ async def _observe(broker_type: str, connection: dict[str, Any], sent: list[_Sen
     publisher, runtime, book = build_publisher(broker_type, connection), _Actor(), MemoryBook()
     config = TriggerConfig(queue_name=queue, consumer_group="g", ack_policy=policy, max_retries=1, concurrency=2)
     adapter = build_adapter(broker_type, connection, queue, "g", config.prefetch)
-    trigger = QueueTrigger(config, adapter, runtime, book=book, dedup=MemoryDedup(), sleep=lambda _: asyncio.sleep(0))
+    trigger = QueueTrigger(
+        config, adapter, runtime, book=book, dedup=InMemoryDedupStore(), sleep=lambda _: asyncio.sleep(0)
+    )
     await publisher.connect()
     answers = await publisher.publish(
         [
-            Outgoing(
+            OutgoingMessage(
                 queue,
                 b"{" if one.fate == "unreadable" else json.dumps({"n": number, "fate": one.fate}).encode(),
                 {"X-Event-Name": one.fate, "line": one.key, "number": str(number)},
@@ -201,7 +203,7 @@ def test_property_01_an_adapter_can_be_swapped_for_another(redis_url: str, sent:
     async def story() -> None:
         in_memory = await _observe("memory", {"name": "swap"}, sent, policy)
         on_redis = await _observe("redis", {"url": redis_url}, sent, policy)
-        MemoryBroker.forget("swap")
+        MemoryBroker.reset("swap")
         assert in_memory == on_redis
         # Which would be true as well if nothing had happened.
         assert in_memory["lag"] == 0
@@ -341,7 +343,7 @@ def test_property_03_bodies_are_parsed_without_loss(written: tuple[str, Any, byt
         world.write(body)
         await world.run(1)
         world.close()
-        assert [row.status for row in world.rows] == [Status.SUCCESS]
+        assert [row.status for row in world.rows] == [ExecutionStatus.SUCCESS]
         (call,) = runtime.calls
         assert same(call.context["message"], value)
         # JSON goes on as it came, so that no number is rounded on its way to a task.
@@ -408,7 +410,7 @@ def test_property_04_what_cannot_be_parsed_is_a_dead_letter_with_the_reason(
         async with world.trigger:
             await world.off(others + 1)
             # Acknowledged: the broker has nothing left for this group, in hand or not.
-            assert (await world.adapter.lag(), world.trigger.in_hand) == (0, 0)
+            assert (await world.adapter.lag(), world.trigger.in_flight) == (0, 0)
             assert not world.adapter._deliveries
         world.close()
         (letter,) = world.dead
@@ -420,8 +422,8 @@ def test_property_04_what_cannot_be_parsed_is_a_dead_letter_with_the_reason(
         assert len(runtime.calls) == others
         assert not world.slept
         assert {row.message_id: row.status for row in world.rows} == {
-            bad_id: Status.UNPARSABLE,
-            **dict.fromkeys(written, Status.SUCCESS),
+            bad_id: ExecutionStatus.UNPARSABLE,
+            **dict.fromkeys(written, ExecutionStatus.SUCCESS),
         }
         row = next(row for row in world.rows if row.message_id == bad_id)
         assert row.error_message == letter.headers["x-dead-reason"]
@@ -500,7 +502,7 @@ def test_property_05_configuration_takes_effect(config: dict[str, Any]) -> None:
         # As many at once as told, and as many in hand.
         await rest()
         assert runtime.now == wanted.concurrency
-        assert (world.trigger.in_hand, world.counts.active_workers) == (wanted.prefetch, wanted.concurrency)
+        assert (world.trigger.in_flight, world.counts.active_workers) == (wanted.prefetch, wanted.concurrency)
         runtime.go.set()
         await world.off(wanted.prefetch + 2)
         kinds = {"json": int, "text": str, "binary": bytes}
@@ -584,7 +586,7 @@ def _asked_for_lag(world: World) -> list[float]:
 
 
 async def _waiting(world: World, queue: str, group: str) -> int | None:
-    adapter = MemoryAdapter(MemoryConnection(name=world.name), queue, group)
+    adapter = MemoryAdapter(MemoryConfig(name=world.name), queue, group)
     await adapter.connect()
     lag = await adapter.lag()
     await adapter.close()

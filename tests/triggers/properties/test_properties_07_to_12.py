@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import Allow, AskPeople, Deny, Fatal, Holdfast
+from holdfast import Allow, Deny, Fatal, Holdfast, RequireApproval
 from holdfast.core.codec import decode_json
-from holdfast.guard.decision import Decision, GuardRequest
-from holdfast.ledger.trigger_book import Status
-from holdfast.triggers.callables import CallableRuntime
-from holdfast.triggers.runtime import Runtime
-from holdfast.triggers.tasks import TaskRuntime
+from holdfast.guard.decisions import Decision, GuardRequest
+from holdfast.ledger.port.messages import ExecutionStatus
+from holdfast.triggers.runtime import CallableRuntime, Runtime
+from holdfast.triggers.task_runtime import TaskRuntime
 from tests.triggers.properties.strategies import EVENTS, FOCUSES, HEADER_NAMES, HEADERS, JSON, TENANTS, same
 from tests.triggers.properties.world import PROPERTY, START, Script, World, gate_of, play, rest, until
 from tests.triggers.rig import Recorder, Rig
@@ -60,12 +59,12 @@ _PLANS: Final = st.lists(
     max_size=8,
 )
 _ENDS: Final = {
-    "good": Status.SUCCESS,
-    "later": Status.SUCCESS,
-    "never": Status.FAILED,
-    "fatal": Status.FAILED,
-    "unreadable": Status.UNPARSABLE,
-    "denied": Status.REJECTED,
+    "good": ExecutionStatus.SUCCESS,
+    "later": ExecutionStatus.SUCCESS,
+    "never": ExecutionStatus.FAILED,
+    "fatal": ExecutionStatus.FAILED,
+    "unreadable": ExecutionStatus.UNPARSABLE,
+    "denied": ExecutionStatus.REJECTED,
 }
 
 
@@ -106,7 +105,7 @@ def test_property_07_one_failing_message_does_not_stop_the_next(
                 assert mine == sorted(mine)
             # It is as well as before, and takes the next one.
             health = await world.trigger.health()
-            assert (health.status, health.active_workers, world.trigger.in_hand) == ("healthy", concurrency, 0)
+            assert (health.status, health.active_workers, world.trigger.in_flight) == ("healthy", concurrency, 0)
             world.write(1_000)
             await world.off(len(plans) + 1)
             assert runtime.ran[-1] == 1_000
@@ -216,7 +215,7 @@ def test_property_08_a_job_gets_the_full_context() -> None:
                 message_id = rig.broker.write("orders", json.dumps(value).encode(), sent)
                 await rig.run(1)
                 (row,) = rig.rows
-                view = await (await app.desk()).get("default", row.agent_run_id)
+                view = await (await app.submitter()).get("default", row.agent_run_id)
                 assert view is not None
                 assert (view.task, view.tenant_id, view.trace_id) == ("handle", tenant, row.trace_id)
                 arguments = decode_json(view.payload, "the payload")
@@ -230,7 +229,7 @@ def test_property_08_a_job_gets_the_full_context() -> None:
             runner.run(story())
 
         async def open_() -> None:
-            await app.desk()
+            await app.submitter()
 
         runner.run(open_())
         try:
@@ -321,7 +320,7 @@ def test_property_10_the_guard_is_asked_before_every_run(cases: list[_Case], pol
                 case "deny":
                     return Deny(reason)
                 case "people":
-                    return AskPeople(reason)
+                    return RequireApproval(reason)
                 case "allow":
                     return Allow()
             return None
@@ -345,11 +344,11 @@ def test_property_10_the_guard_is_asked_before_every_run(cases: list[_Case], pol
             assert world.words(ids[number]) == words
             rows = [row for row in world.rows if row.message_id == ids[number]]
             # Denied twice is the same outcome twice, and one row.
-            ends = [Status.REJECTED] * bool(denied) + [Status.SUCCESS] * (entries[-1] == "run")
+            ends = [ExecutionStatus.REJECTED] * bool(denied) + [ExecutionStatus.SUCCESS] * (entries[-1] == "run")
             assert sorted(row.status for row in rows) == sorted(ends)
             for row in rows:
                 assert row.tenant_id == cases[number].tenant
-                assert row.status is Status.SUCCESS or reason in row.error_message
+                assert row.status is ExecutionStatus.SUCCESS or reason in row.error_message
         for letter in world.dead:
             assert reason in letter.headers["x-dead-reason"]
         world.close()
@@ -419,7 +418,7 @@ def test_property_11_each_ack_policy_does_what_it_says(policy: str, outcomes: li
         async with world.trigger:
             await world.off(1 + sum(map(len, expected.values())))
             # Nothing is left, in hand or at the broker, and nothing comes again.
-            assert (await world.adapter.lag(), world.trigger.in_hand) == (0, 0)
+            assert (await world.adapter.lag(), world.trigger.in_flight) == (0, 0)
             assert not world.adapter._deliveries
         assert {message_id: world.words(message_id) for message_id in ids} == expected
         assert not runtime.early, "acknowledged before it had run"
@@ -503,7 +502,7 @@ def test_property_12_retry_delays_follow_base_times_multiplier_to_the_n(
             assert [later - earlier for earlier, later in pairwise(tries)] == pytest.approx(mine, abs=1e-3)
             (row,) = [row for row in world.rows if row.message_id == ids[number]]
             assert row.retry_count == retries
-            assert row.status is (Status.SUCCESS if times <= max_retries else Status.FAILED)
+            assert row.status is (ExecutionStatus.SUCCESS if times <= max_retries else ExecutionStatus.FAILED)
             assert world.words(ids[number]) == ["ack" if times <= max_retries else "dlq"]
         assert sorted(world.slept) == pytest.approx(sorted(delays))
         assert world.counts.retries == len(delays)

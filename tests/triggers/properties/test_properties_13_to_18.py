@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from holdfast import Fatal
 from holdfast.clock import to_datetime
-from holdfast.ledger.trigger_book import Status
-from holdfast.triggers.dedup import MemoryDedup
+from holdfast.ledger.port.messages import ExecutionStatus
+from holdfast.triggers.dedup import InMemoryDedupStore
 from tests.triggers.properties.bench import KINDS, Bench, Kind, Listener, Store, open_store, scraped
 from tests.triggers.properties.strategies import EVENTS, TENANTS
 from tests.triggers.properties.world import PROPERTY, LoopClock, World, history_of, play, until
@@ -185,8 +185,8 @@ def test_property_15_one_run_per_key_and_duplicates_are_skipped_and_acknowledged
         runs = Counter(keys[n] or ids[n] for _, n in store.ran)
         assert runs == dict.fromkeys((key or ids[n] for n, key in enumerate(keys)), 1)
         assert Counter(bench.adapter.told) == Counter(("ack", each) for each in ids)
-        assert bench.counts.consumed[Status.SUCCESS] == len(runs)
-        assert bench.counts.consumed[Status.DUPLICATE] == len(keys) + len(lost) - len(runs)
+        assert bench.counts.consumed[ExecutionStatus.SUCCESS] == len(runs)
+        assert bench.counts.consumed[ExecutionStatus.DUPLICATE] == len(keys) + len(lost) - len(runs)
         # Duplicates are told the run of the one that ran.
         of_key = defaultdict(set)
         for row in rows:
@@ -263,7 +263,7 @@ def test_property_17_the_counter_of_duplicates_is_exact(plans: list[tuple[str | 
                 raise RuntimeError("not yet")
             return "run"
 
-        dedup = MemoryDedup(LoopClock())
+        dedup = InMemoryDedupStore(LoopClock())
         first = World(Recorder(act), dedup=dedup)
         worlds = [first, *(World(Recorder(act), dedup=dedup, broker=first.name) for _ in range(triggers - 1))]
         for world in worlds:
@@ -362,7 +362,7 @@ def test_property_18_the_ledgers_record_is_complete(
         for row in rows:
             run_id = row.agent_run_id
             if kind == "task" and run_id:
-                job = await store.app.job(run_id).view()
+                job = await store.app.job(run_id).info()
                 assert (job.tenant_id, json.loads(job.payload)["message"]) == (row.tenant_id, numbers[row.message_id])
                 run_id = ""
             found[row.message_id] = (

@@ -22,15 +22,16 @@ from holdfast import Deny, Fatal, Unavailable
 from holdfast.brokers.factory import BROKER_TYPES, build_adapter, build_publisher, connection_model
 from holdfast.brokers.port import RawMessage
 from holdfast.errors import BrokerUnavailable, InvalidOption
-from holdfast.guard.decision import Decision, GuardRequest
-from holdfast.guard.gate import Gate
-from holdfast.guard.guards import Guards
-from holdfast.observe.counts import BOUNDS_S
-from holdfast.triggers.callables import CallableRuntime
+from holdfast.guard.decisions import Decision, GuardRequest
+from holdfast.guard.registry import GuardRegistry
+from holdfast.guard.runner import GuardRunner
+from holdfast.observe.counters import BOUNDS_S
 from holdfast.triggers.config import TriggerConfig, TriggerEntry
-from holdfast.triggers.dedup import MemoryDedup
+from holdfast.triggers.dedup import InMemoryDedupStore
 from holdfast.triggers.http_runtime import HttpRuntime
-from holdfast.triggers.trigger import QueueTrigger, TriggerState
+from holdfast.triggers.runtime import CallableRuntime
+from holdfast.triggers.state import TriggerState
+from holdfast.triggers.trigger import QueueTrigger
 from tests.triggers.properties.bench import KINDS, Bench, Kind, Listener, Store, open_store, scraped
 from tests.triggers.properties.leaks import (
     assert_silent,
@@ -226,7 +227,7 @@ def test_property_20_tenants_stay_apart(
             if kind == "callable":
                 assert runs <= {f"{tenant}'s run"}
             else:
-                assert {(await store.app.job(run_id).view()).tenant_id for run_id in runs} <= {tenant}
+                assert {(await store.app.job(run_id).info()).tenant_id for run_id in runs} <= {tenant}
         assert await bench.rows("a b") == []
         bench.close()
 
@@ -269,11 +270,11 @@ def test_property_21_every_stage_is_logged_with_the_trace(
         async def guard(request: GuardRequest) -> Decision | None:
             return Deny("no") if request.task == "denied" else None
 
-        guards = Guards(lambda: 5.0)
+        guards = GuardRegistry(lambda: 5.0)
         guards(guard)
         world = World(
             Recorder(act),
-            gate=Gate(guards, {}, LoopClock(), None),
+            gate=GuardRunner(guards, {}, LoopClock(), None),
             ack_policy=policy,
             concurrency=concurrency,
             max_retries=max_retries,
@@ -521,7 +522,7 @@ def test_property_24_stop_waits_releases_and_loses_nothing(
     """Stopped at any moment, in the middle of runs, retries and outages; another trigger then does the rest."""
 
     async def story() -> None:
-        loop, dedup = asyncio.get_running_loop(), MemoryDedup(LoopClock())
+        loop, dedup = asyncio.get_running_loop(), InMemoryDedupStore(LoopClock())
         running: dict[int, float] = {}
         tried: Counter[int] = Counter()
         finished: Counter[int] = Counter()

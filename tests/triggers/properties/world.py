@@ -17,14 +17,14 @@ from typing import Any, Final, TypeVar
 import msgspec
 from hypothesis import HealthCheck, settings
 
-from holdfast.brokers.memory import MemoryBroker, MemoryConnection
-from holdfast.brokers.port import Outgoing, RawMessage
-from holdfast.guard.gate import Gate
-from holdfast.guard.guards import Guards
-from holdfast.ledger.trigger_book import Execution, TriggerBook
+from holdfast.brokers.memory import MemoryBroker, MemoryConfig
+from holdfast.brokers.port import OutgoingMessage, RawMessage
+from holdfast.guard.registry import GuardRegistry
+from holdfast.guard.runner import GuardRunner
+from holdfast.ledger.port.messages import Execution, TriggerStore
 from holdfast.triggers.config import TriggerConfig
-from holdfast.triggers.dedup import Dedup, MemoryDedup
-from holdfast.triggers.runtime import Call, Run, Runtime
+from holdfast.triggers.dedup import DedupStore, InMemoryDedupStore
+from holdfast.triggers.runtime import Runtime, RuntimeCall, RuntimeResult
 from holdfast.triggers.trigger import QueueTrigger
 from tests.triggers.rig import MemoryBook, WatchedAdapter
 
@@ -169,9 +169,9 @@ class World:
         self,
         runtime: Runtime,
         *,
-        dedup: Dedup | None = None,
-        gate: Gate | None = None,
-        book: TriggerBook | None = None,
+        dedup: DedupStore | None = None,
+        gate: GuardRunner | None = None,
+        book: TriggerStore | None = None,
         told: TriggerConfig | None = None,
         broker: str = "",
         payload_limit: int = 1024 * 1024,
@@ -184,7 +184,7 @@ class World:
         self.broker = MemoryBroker.named(self.name)
         self.config = told or TriggerConfig(**({"queue_name": "orders", "consumer_group": "workers"} | config))
         self.adapter = WorldAdapter(
-            MemoryConnection(name=self.name),
+            MemoryConfig(name=self.name),
             self.config.queue_name,
             self.config.consumer_group,
             prefetch=self.config.prefetch,
@@ -199,7 +199,7 @@ class World:
             runtime,
             gate=gate,
             book=book or self.book,
-            dedup=dedup or MemoryDedup(self.clock),
+            dedup=dedup or InMemoryDedupStore(self.clock),
             clock=self.clock,
             sleep=sleep or self._sleep,
             payload_limit=payload_limit,
@@ -228,7 +228,7 @@ class World:
 
     def close(self) -> None:
         """Forget the broker."""
-        MemoryBroker.forget(self.name)
+        MemoryBroker.reset(self.name)
 
     @property
     def taken_care_of(self) -> int:
@@ -236,7 +236,7 @@ class World:
         return sum(self.counts.consumed.values())
 
     @property
-    def dead(self) -> list[Outgoing]:
+    def dead(self) -> list[OutgoingMessage]:
         return self.broker.messages(self.config.dlq_name or f"{self.config.queue_name}.dlq")
 
     @property
@@ -252,18 +252,18 @@ class World:
 class Script(Runtime):
     """Raises, for each payload, what its script says, try after try; then it runs. Remembers all of it."""
 
-    at_desk = False
+    submits_jobs = False
 
     def __init__(self, scripts: Mapping[Any, Sequence[BaseException]] | None = None) -> None:
         self.scripts = {payload: list(errors) for payload, errors in (scripts or {}).items()}
-        self.calls: list[Call] = []
+        self.calls: list[RuntimeCall] = []
         #: When each payload was tried, in seconds of the world; and those that have run, in order.
         self.tries: dict[Any, list[float]] = {}
         self.ran: list[Any] = []
 
-    async def act(self, call: Call) -> Run:
+    async def run_call(self, call: RuntimeCall) -> RuntimeResult:
         self.calls.append(call)
-        return Run(await self.trigger_event(call.event_name, call.context, call.focus, call.tenant_id))
+        return RuntimeResult(await self.trigger_event(call.event_name, call.context, call.focus, call.tenant_id))
 
     async def trigger_event(
         self, event_name: str, context: Mapping[str, Any], focus: str | None, tenant_id: str
@@ -278,14 +278,14 @@ class Script(Runtime):
         return f"run-{len(self.ran)}"
 
 
-def gate_of(guard: Callable[..., Any]) -> Gate:
+def gate_of(guard: Callable[..., Any]) -> GuardRunner:
     """A gate with one guard, for triggers whose runtime submits to no desk."""
-    guards = Guards(lambda: 5.0)
+    guards = GuardRegistry(lambda: 5.0)
     guards(guard)
-    return Gate(guards, {}, LoopClock(), None, can_ask=True)
+    return GuardRunner(guards, {}, LoopClock(), None, can_ask=True)
 
 
-def history_of(letter: Outgoing) -> Sequence[str]:
+def history_of(letter: OutgoingMessage) -> Sequence[str]:
     """The tries that its headers tell of."""
     history: list[str] = json.loads(letter.headers["x-dead-history"])
     return history

@@ -5,5 +5,5 @@ lives in, `holdings` what it holds, `questions` what is asked of the broker besi
 """
 
 from holdfast.brokers.kafka.adapter import KafkaAdapter as KafkaAdapter
-from holdfast.brokers.kafka.connection import KafkaConnection as KafkaConnection
-from holdfast.brokers.kafka.publisher import KafkaPublisher as KafkaPublisher
+from holdfast.brokers.kafka.adapter import KafkaPublisher as KafkaPublisher
+from holdfast.brokers.kafka.connection import KafkaConfig as KafkaConfig

@@ -17,11 +17,10 @@ from typing import Any, Final
 
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from holdfast.brokers.kafka.connection import ClientLog, KafkaConnection, client_settings
-from holdfast.brokers.kafka.holdings import Holdings
-from holdfast.brokers.port import RawMessage
-from holdfast.brokers.times import moment
-from holdfast.core.backoff import Backoff
+from holdfast.brokers.kafka.connection import ClientLog, KafkaConfig, client_settings
+from holdfast.brokers.kafka.offsets import InFlightOffsets
+from holdfast.brokers.port import RawMessage, timestamp_from_ms
+from holdfast.core.retry import Backoff
 from holdfast.observe.redact import redact
 
 _log: Final = logging.getLogger("holdfast.kafka")
@@ -44,10 +43,10 @@ class Poller:
 
     def __init__(
         self,
-        connection: KafkaConnection,
+        connection: KafkaConfig,
         topic: str,
         group: str,
-        holdings: Holdings,
+        holdings: InFlightOffsets,
         arrived: Callable[[list[RawMessage]], None],
     ) -> None:
         self._connection = connection
@@ -104,7 +103,7 @@ class Poller:
         finally:
             # Whatever is in hand is for others from now on; what is done is done.
             self._commit_now(consumer, None)
-            self._holdings.lose()
+            self._holdings.revoke()
             with suppress(KafkaException, RuntimeError):
                 consumer.close()
 
@@ -134,7 +133,7 @@ class Poller:
             if error is not None:
                 self._complained(error)
                 continue
-            share = self._holdings.take(message.partition() or 0, message.offset() or 0)
+            share = self._holdings.add(message.partition() or 0, message.offset() or 0)
             if share is not None:
                 batch.append(_raw(message, share))
         if batch:
@@ -201,7 +200,7 @@ class Poller:
 
     def _assigned(self, consumer: Consumer, places: list[TopicPartition]) -> None:
         partitions = [place.partition for place in places]
-        self._holdings.gain(partitions, self._positions(consumer, partitions))
+        self._holdings.assign(partitions, self._positions(consumer, partitions))
         cooperative = self._connection.assignment == "cooperative-sticky"
         (consumer.incremental_assign if cooperative else consumer.assign)(places)
         if places:
@@ -212,9 +211,9 @@ class Poller:
     def _revoked(self, consumer: Consumer, places: list[TopicPartition]) -> None:
         partitions = [place.partition for place in places]
         patience = 0.0 if self._ending.is_set() else self._connection.revoke_wait_s
-        left = self._holdings.wait_for_started(partitions, patience)
+        left = self._holdings.wait_for_handovers(partitions, patience)
         self._commit_now(consumer, partitions)
-        self._holdings.lose(partitions)
+        self._holdings.revoke(partitions)
         _log.info(
             "%s of group %s gives partitions %s away%s",
             self._topic,
@@ -224,7 +223,7 @@ class Poller:
         )
 
     def _gone(self, _: Consumer, places: list[TopicPartition]) -> None:
-        self._holdings.lose(place.partition for place in places)
+        self._holdings.revoke(place.partition for place in places)
         _log.warning("%s of group %s has lost partitions %s", self._topic, self._group, _numbers(places))
 
     # ------------------------------------------------------------------------------------------------
@@ -272,7 +271,7 @@ def _raw(message: Message, share: int) -> RawMessage:
         message_id=f"{topic}-{partition}-{offset}",
         body=_bytes(message.value()),
         headers=_headers(headers) if headers else _NO_HEADERS,
-        timestamp=datetime.now(UTC) if kind == TIMESTAMP_NOT_AVAILABLE else moment(milliseconds),
+        timestamp=datetime.now(UTC) if kind == TIMESTAMP_NOT_AVAILABLE else timestamp_from_ms(milliseconds),
         metadata={"topic": topic, "partition": partition, "offset": offset, "share": share},
         key="" if key is None else _word(key),
     )

@@ -7,11 +7,11 @@ from typing import Final
 
 import msgspec
 
-from holdfast.engine.port import Finding
+from holdfast.engine.port.reads import Finding
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import Client, Purpose, ScriptError
-from holdfast.engine.redis.keys import PARKING
-from holdfast.engine.redis.store import Store
+from holdfast.engine.redis.keys import RETRY_CONSUMER
+from holdfast.engine.redis.net.client import Purpose, RedisClient, ScriptError
+from holdfast.engine.redis.store import RedisStore
 from holdfast.errors import EngineUnavailable
 
 _OLDEST_TESTED: Final = (6, 0)
@@ -22,7 +22,7 @@ _FULL: Final = 0.9
 class Diagnosis:
     """Asks the server about itself; on a Cluster, every master."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RedisStore) -> None:
         self._store = store
 
     async def servers(self) -> list[Finding]:
@@ -44,7 +44,7 @@ class Diagnosis:
         """Whether dead ones hold jobs."""
         dead = 0
         enough = 10 * self._store.options.visibility_timeout_ms
-        for _, stream in await self._store.lines_in_use(queue, Purpose.OTHER):
+        for _, stream in await self._store.streams_in_use(queue, Purpose.OTHER):
             try:
                 rows = await self._store.client.call(
                     Purpose.OTHER, b"XINFO", b"CONSUMERS", stream, self._store.names.group
@@ -53,7 +53,9 @@ class Diagnosis:
                 continue
             consumers = [wire.as_dict(row) for row in rows]
             dead += sum(
-                1 for consumer in consumers if int(consumer[b"idle"]) > enough and consumer[b"name"] != PARKING.encode()
+                1
+                for consumer in consumers
+                if int(consumer[b"idle"]) > enough and consumer[b"name"] != RETRY_CONSUMER.encode()
             )
         if not dead:
             return Finding(f"consumers of {queue}", True, "no dead consumers")
@@ -66,7 +68,7 @@ class Diagnosis:
         )
 
 
-def unreached(queue: str, why: EngineUnavailable) -> Finding:
+def unreachable_finding(queue: str, why: EngineUnavailable) -> Finding:
     """A queue whose node does not answer, while others do."""
     return Finding(f"queue {queue}", False, f"cannot be reached: {why}", "bring its server back; its jobs wait there")
 
@@ -74,7 +76,7 @@ def unreached(queue: str, why: EngineUnavailable) -> Finding:
 class _Server:
     """One of them."""
 
-    def __init__(self, node: Client) -> None:
+    def __init__(self, node: RedisClient) -> None:
         self._node = node
 
     async def findings(self) -> list[Finding]:

@@ -19,43 +19,34 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from holdfast.core.job import Claim, Consent, Envelope, Failure, JobView, Lease, Receipt
+from holdfast.core.job import Approval, Claim, Envelope, Failure, JobInfo, Lease, Receipt
 from holdfast.core.states import State
-from holdfast.core.verdict import POISON_PILL, Answer, DeadLetter, Settlement
-from holdfast.engine.port import (
-    Control,
-    Engine,
-    EngineOptions,
-    FeedEntry,
-    Finding,
-    KnownKey,
-    Notice,
-    Promotion,
-    QueueStats,
-    Survey,
-    WorkerView,
-    feed_finding,
-)
-from holdfast.engine.redis.answers import Answers
-from holdfast.engine.redis.client import Client, Purpose
-from holdfast.engine.redis.cluster import ClusterClient
-from holdfast.engine.redis.controls import Controls, Hand
-from holdfast.engine.redis.diagnosis import Diagnosis, unreached
+from holdfast.core.verdict import POISON_PILL, DeadLetter, Settlement, SettleResult
+from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
+from holdfast.engine.port.jobs import EngineOptions, Promotion
+from holdfast.engine.port.operators import QueueControl
+from holdfast.engine.port.reads import Finding, Notice, QueueStats, WorkerInfo, feed_finding
+from holdfast.engine.redis.claims import Claims
+from holdfast.engine.redis.diagnosis import Diagnosis, unreachable_finding
 from holdfast.engine.redis.intake import Intake
-from holdfast.engine.redis.keys import Names
-from holdfast.engine.redis.leases import Leases
-from holdfast.engine.redis.operators import Operators
-from holdfast.engine.redis.readers import Readers
-from holdfast.engine.redis.recovery import Recovery
-from holdfast.engine.redis.sentinel import SentinelClient
-from holdfast.engine.redis.settling import Settling
-from holdfast.engine.redis.store import Store
-from holdfast.engine.redis.url import Seeds, Sentinels, is_cluster, parse_url
+from holdfast.engine.redis.keys import KeyNames
+from holdfast.engine.redis.net.client import Purpose, RedisClient
+from holdfast.engine.redis.net.connection import ClusterSeeds, SentinelAddresses, is_cluster, parse_url
+from holdfast.engine.redis.net.topologies import ClusterClient, SentinelClient
+from holdfast.engine.redis.operators import AuditContext, Controls, Operators
+from holdfast.engine.redis.reads import CompletionWaiter, Reads
+from holdfast.engine.redis.settlement import Settlements
+from holdfast.engine.redis.store import RedisStore
+from holdfast.engine.redis.upkeep import EngineRecovery
 from holdfast.errors import EngineRefused, EngineUnavailable
-from holdfast.observe.counts import Counts
-from holdfast.settings import Settings
+from holdfast.observe.counters import Counters
+
+if TYPE_CHECKING:
+    from holdfast.settings import Settings
+
 
 T = TypeVar("T")
 
@@ -69,34 +60,34 @@ class RedisEngine(Engine):
     def __init__(
         self,
         url: str,
-        names: Names | None = None,
+        names: KeyNames | None = None,
         options: EngineOptions | None = None,
         *,
         connect_timeout_s: float = _CONNECT_TIMEOUT_S,
         reply_timeout_s: float = _REPLY_TIMEOUT_S,
-        counts: Counts | None = None,
+        counts: Counters | None = None,
     ) -> None:
         self._url = url
         self.options = options or EngineOptions()
-        self.counts = counts or Counts()
-        names = names or Names()
+        self.counts = counts or Counters()
+        names = names or KeyNames()
         self._names = replace(names, cluster=True) if is_cluster(url) else names
         self._timeouts = (connect_timeout_s, reply_timeout_s)
         client = _client(url, connect_timeout_s, reply_timeout_s)
-        self._store = Store(client, self._names, self.options, self.counts)
+        self._store = RedisStore(client, self._names, self.options, self.counts)
         self._intake = Intake(self._store)
-        self._leases = Leases(self._store)
-        self._settling = Settling(self._store)
+        self._leases = Claims(self._store)
+        self._settling = Settlements(self._store)
         self._operators = Operators(self._store)
         self._controls = Controls(self._store)
-        self._readers = Readers(self._store)
-        self._recovery = Recovery(self._store)
-        self._answers = Answers(self._store, self._readers)
+        self._readers = Reads(self._store)
+        self._recovery = EngineRecovery(self._store)
+        self._answers = CompletionWaiter(self._store, self._readers)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> RedisEngine:
         """An engine as the settings describe it."""
-        names = Names(
+        names = KeyNames(
             namespace=settings.namespace,
             stream_task=settings.stream_task,
             stream_result=settings.stream_result,
@@ -117,14 +108,14 @@ class RedisEngine(Engine):
 
     async def open(self) -> None:
         self._store.client.reopen()
-        await self._store.prepare()
+        await self._store.detect_version()
 
     async def close(self) -> None:
         self._answers.close()
         self._store.outages.close()
         self._store.client.close()
 
-    def sibling(self) -> RedisEngine:
+    def clone(self) -> RedisEngine:
         connect_timeout_s, reply_timeout_s = self._timeouts
         sibling = RedisEngine(
             self._url,
@@ -152,11 +143,11 @@ class RedisEngine(Engine):
     ) -> list[Claim]:
         return await self._leases.claim(worker, queues, limit, wait_ms, held)
 
-    async def resume(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
+    async def recover_claims(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
         # The reply that never came may have been a reclaim's, or that of giving up a poison pill.
         return await self._without_poison(await self._leases.resume(worker, queues, held))
 
-    async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
+    async def settle(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
         return await self._settling.settle(settlements)
 
     async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
@@ -179,10 +170,10 @@ class RedisEngine(Engine):
                 names += [keys.job(job_id.decode()) for job_id, _ in jobs]
                 arguments = [self._names.group, len(jobs), *(part for job in jobs for part in job)]
                 lanes = self._store.lanes(queue).all()
-                count += await self._store.run_on_lines(Purpose.OTHER, "promote", queue, names, arguments, lanes)
+                count += await self._store.run_with_lanes(Purpose.OTHER, "promote", queue, names, arguments, lanes)
             return True
 
-        await self._store.outages.each(queues, step)
+        await self._store.outages.for_each(queues, step)
         self.counts.promoted += count
         return Promotion(count, now_ms + next_in_ms if next_in_ms >= 0 else 0, now_ms)
 
@@ -194,16 +185,16 @@ class RedisEngine(Engine):
             if room <= 0:
                 return None
             # Whatever this process's settings say: others, or we ourselves before a change, may have parked some.
-            claims.extend(await self._leases.retake(worker, queue, room))
+            claims.extend(await self._leases.claim_due_retries(worker, queue, room))
             room = limit - len(claims)
             if room > 0:
                 claims.extend(await self._without_poison(await self._leases.reclaim(worker, queue, room)))
             return True
 
-        await self._store.outages.each(queues, step)
+        await self._store.outages.for_each(queues, step)
         return claims
 
-    async def leave(self, worker: str, queues: Sequence[str]) -> None:
+    async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
         await self._leases.leave(worker, queues)
 
     # Operators -------------------------------------------------------------------------------------
@@ -218,55 +209,55 @@ class RedisEngine(Engine):
         reason: str,
         expected: State | None = None,
         event: str = "",
-        consent: Consent | None = None,
+        consent: Approval | None = None,
         approval_id: str = "",
         audit: str = "",
     ) -> State:
-        hand = Hand(actor, reason, audit)
+        hand = AuditContext(actor, reason, audit)
         return await self._operators.move(queue, job_id, to, hand, expected, event, consent, approval_id)
 
-    async def control(self, queue: str) -> Control:
+    async def get_control(self, queue: str) -> QueueControl:
         return await self._controls.get(queue)
 
     async def set_control(
         self,
         queue: str,
-        control: Control,
+        control: QueueControl,
         *,
-        expected: Control | None = None,
+        expected: QueueControl | None = None,
         actor: str = "",
         reason: str = "",
         audit: str = "",
     ) -> None:
-        await self._controls.set(queue, control, expected, Hand(actor, reason, audit))
+        await self._controls.set(queue, control, expected, AuditContext(actor, reason, audit))
 
     async def expedite(self, queue: str, job_id: str, *, actor: str, reason: str, audit: str = "") -> None:
-        await self._operators.expedite(queue, job_id, Hand(actor, reason, audit))
+        await self._operators.expedite(queue, job_id, AuditContext(actor, reason, audit))
 
-    async def take(self, worker: str, queue: str, job_id: str) -> Claim:
+    async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
         return await self._leases.take(worker, queue, job_id)
 
     # Readers ---------------------------------------------------------------------------------------
 
-    async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobView | None]:
+    async def get(self, queue: str, job_ids: Sequence[str]) -> list[JobInfo | None]:
         return await self._readers.get(queue, job_ids)
 
-    async def find(self, queue: str, states: Collection[State], limit: int) -> list[JobView]:
+    async def find(self, queue: str, states: Collection[State], limit: int) -> list[JobInfo]:
         return await self._readers.find(queue, states, limit)
 
-    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobView | None:
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
         return await self._answers.wait_final(queue, job_id, wait_ms)
 
     async def stats(self, queue: str) -> QueueStats:
         return await self._readers.stats(queue)
 
-    async def workers(self, queues: Sequence[str]) -> list[WorkerView]:
+    async def workers(self, queues: Sequence[str]) -> list[WorkerInfo]:
         return await self._readers.workers(queues)
 
     async def queues(self) -> list[str]:
         return await self._readers.queues()
 
-    async def reach(
+    async def for_each_queue(
         self, queues: Iterable[str], step: Callable[[str], Awaitable[T]]
     ) -> tuple[dict[str, T], dict[str, EngineUnavailable]]:
         refused: dict[str, EngineUnavailable] = {}
@@ -277,14 +268,14 @@ class RedisEngine(Engine):
             except EngineRefused as exc:
                 # Something is wrong with this queue's own keys.
                 refused[queue] = exc
-                self._store.outages.tell(queue, exc)
+                self._store.outages.log_once(queue, exc)
                 return None
 
         asked, outages = list(queues), self._store.outages
-        done = await outages.each(asked, take)
+        done = await outages.for_each(asked, take)
         if refused and not done:
             raise next(iter(refused.values()))
-        away = {queue: refused.get(queue) or outages.why([queue]) for queue in asked if queue not in done}
+        away = {queue: refused.get(queue) or outages.first_error([queue]) for queue in asked if queue not in done}
         return {queue: result for queue, (result,) in done.items()}, away
 
     async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
@@ -300,34 +291,34 @@ class RedisEngine(Engine):
             return [await diagnosis.consumers(queue), feed_finding(await self.stats(queue))]
 
         findings = await diagnosis.servers()
-        found, away = await self.reach(queues, look)
+        found, away = await self.for_each_queue(queues, look)
         findings += [finding for of_queue in found.values() for finding in of_queue]
-        return findings + [unreached(queue, why) for queue, why in away.items()]
+        return findings + [unreachable_finding(queue, why) for queue, why in away.items()]
 
     # The ledger's end ------------------------------------------------------------------------------
 
-    async def incarnation(self, queue: str) -> str:
+    async def epoch(self, queue: str) -> str:
         return await self._readers.incarnation(queue)
 
-    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
         await self._readers.register_reader(queue, incarnation, reminded=reminded)
 
-    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+    async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
         return await self._readers.feed(queue, start, limit)
 
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
         return await self._readers.wait_feed(positions, wait_ms)
 
-    async def forget(self, queue: str, position: str) -> None:
+    async def trim_feed(self, queue: str, position: str) -> None:
         await self._readers.forget(queue, position)
 
-    async def survey(self, queue: str, job_ids: Sequence[str]) -> Survey:
+    async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
         return await self._recovery.survey(queue, job_ids)
 
-    async def restore(self, queue: str, cut: Survey, jobs: Sequence[JobView]) -> list[bool]:
+    async def restore(self, queue: str, cut: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
         return await self._recovery.restore(queue, cut, jobs)
 
-    async def remember_keys(self, queue: str, keys: Sequence[KnownKey]) -> None:
+    async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         await self._recovery.remember_keys(queue, keys)
 
     async def prune(self, queues: Sequence[str]) -> int:
@@ -349,10 +340,10 @@ class RedisEngine(Engine):
         return healthy
 
 
-def _client(url: str, connect_timeout_s: float, reply_timeout_s: float) -> Client:
+def _client(url: str, connect_timeout_s: float, reply_timeout_s: float) -> RedisClient:
     place = parse_url(url)
-    if isinstance(place, Sentinels):
+    if isinstance(place, SentinelAddresses):
         return SentinelClient(place, connect_timeout_s, reply_timeout_s)
-    if isinstance(place, Seeds):
+    if isinstance(place, ClusterSeeds):
         return ClusterClient(place, connect_timeout_s, reply_timeout_s)
-    return Client(place, connect_timeout_s, reply_timeout_s)
+    return RedisClient(place, connect_timeout_s, reply_timeout_s)

@@ -10,8 +10,8 @@ import msgspec
 
 from holdfast.core.job import DEFAULT_TENANT, Event
 from holdfast.core.states import DUPLICATE_EVENT, HEARTBEAT_EVENT, RESTORED_EVENT, State, event_for
-from holdfast.engine.port import FeedEntry
-from holdfast.engine.redis.wire import as_dict, meta_from
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.engine.redis.wire import as_dict, decode_meta
 
 _FIELDS: Final = {b"kind", b"at", b"worker", b"nonce", b"moves"}
 #: Values a job in entries that tell a caller's arguments as they came.
@@ -31,13 +31,13 @@ def parse_feed_entry(entry: list[Any]) -> FeedEntry:
     position, fields = entry[0].decode(), as_dict(entry[1])
     nonce = fields.get(b"nonce", b"").decode("utf-8", "replace")
     if not fields.keys() >= _FIELDS:
-        return FeedEntry(position, nonce, [], fault=f"it is not one of holdfast's: {fields!r:.200}")
+        return FeedEntry(position, nonce, [], error=f"it is not one of holdfast's: {fields!r:.200}")
     moves = fields[b"moves"]
     try:
         events = _events(fields)
     except Exception as exc:  # noqa: BLE001 - whatever its bytes are
         kind = fields[b"kind"].decode("utf-8", "replace")
-        return FeedEntry(position, nonce, [], size=len(moves), fault=f"kind {kind!r:.100} cannot be read: {exc!r:.200}")
+        return FeedEntry(position, nonce, [], size=len(moves), error=f"kind {kind!r:.100} cannot be read: {exc!r:.200}")
     return FeedEntry(position, nonce, events, b"hurry" in fields, len(moves))
 
 
@@ -73,7 +73,7 @@ def _creation(
     meta_text: str,
     run_at_ms: int = 0,
 ) -> Event:
-    meta = meta_from(meta_text)
+    meta = decode_meta(meta_text)
     data = {
         "task": task,
         "payload": payload,

@@ -1,4 +1,12 @@
-"""submit: the way in."""
+"""Submission of jobs, and adoption of messages that other programs wrote (requirement Q3).
+
+`Intake.submit` runs one script per queue and batch. After a lost connection it sends the batch a second time: the job
+ids make a second copy harmless.
+
+`Adopter.adopt` turns foreign messages into jobs, or into dead letters with the reason. It is a second step after the
+claim, because every key that a script touches must be declared and the names of the records are not known before. If
+the worker is killed in between, the message stays in the pending list and is reclaimed from there.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +15,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Envelope, Priority, Receipt
-from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_FULL, INTAKE_PAUSED, MAX_BATCH
+import msgspec
+
+from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, MAX_BATCH, Claim, Envelope, Priority, Receipt
+from holdfast.engine.port.jobs import FEED_BEHIND, FEED_DETACHED, INTAKE_FULL, INTAKE_PAUSED
 from holdfast.engine.redis import wire
-from holdfast.engine.redis.client import ConnectionLost, Purpose
-from holdfast.engine.redis.keys import PARKING, Keys
-from holdfast.engine.redis.store import Store
-from holdfast.errors import EngineUnavailable, FeedFull, FeedUnread, IntakeLimited, IntakeRefused
+from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, QueueKeys
+from holdfast.engine.redis.net.client import ConnectionLost, Purpose
+from holdfast.engine.redis.store import RedisStore
+from holdfast.errors import EngineUnavailable, FeedDetached, FeedFull, IntakeLimited, IntakeRefused
 
 
 class Intake:
     """Accepts envelopes, one script call per queue and batch."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RedisStore) -> None:
         self._store = store
 
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
@@ -39,9 +49,18 @@ class Intake:
 
     async def _submit(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
         store = self._store
-        await store.introduce(queue)
+        await store.register_queue(queue)
         keys, options = store.keys(queue), store.options
-        names = [*keys.streams, keys.feed, keys.delayed, keys.held, keys.control, keys.notices, keys.wake, keys.lanes]
+        names = [
+            *keys.streams,
+            keys.feed,
+            keys.delayed,
+            keys.waiting_approval,
+            keys.control,
+            keys.notices,
+            keys.wake,
+            keys.lanes,
+        ]
         names += [keys.job(envelope.job_id) for envelope in envelopes]
         width, jobs, key_names = _plain(envelopes) or _full(keys, envelopes)
         names += key_names
@@ -52,10 +71,10 @@ class Intake:
             b"?" if options.ledger else b"",
             wire.pack(durable) if durable else b"",
             store.names.group,
-            PARKING,
+            RETRY_CONSUMER,
         )
         lanes = store.lanes(queue).for_submission({envelope.tenant_id for envelope in envelopes})
-        call = partial(store.run_on_lines, Purpose.SUBMIT, "submit", queue, names, arguments, lanes)
+        call = partial(store.run_with_lanes, Purpose.SUBMIT, "submit", queue, names, arguments, lanes)
         try:
             reply = await call()
         except ConnectionLost:
@@ -66,11 +85,11 @@ class Intake:
             await self._look_again(keys)
         return self._receipts(queue, envelopes, reply)
 
-    async def _look_again(self, keys: Keys) -> None:
+    async def _look_again(self, keys: QueueKeys) -> None:
         """The reader may know the server under a newer name than we do: one whose replicas are gone for long changes
         it, and keeps its connections."""
         with suppress(EngineUnavailable):
-            await self._store.client.incarnation(Purpose.SUBMIT, keys.control)
+            await self._store.client.epoch(Purpose.SUBMIT, keys.control)
 
     def _receipts(self, queue: str, envelopes: Sequence[Envelope], reply: list[Any]) -> list[Receipt]:
         counts = self._store.counts
@@ -98,7 +117,7 @@ def _limited(limit: int, backlog: int, tenant: bytes) -> str:
 _REFUSALS: Final[dict[bytes, Callable[[str], IntakeRefused]]] = {
     b"paused": lambda queue: IntakeRefused(queue, INTAKE_PAUSED),
     b"full": lambda queue: FeedFull(queue, FEED_BEHIND),
-    b"unread": lambda queue: FeedUnread(queue, FEED_UNREAD),
+    b"unread": lambda queue: FeedDetached(queue, FEED_DETACHED),
 }
 _NORMAL: Final = int(Priority.NORMAL)
 _Packing = tuple[int, list[Any], Collection[bytes]]
@@ -122,7 +141,7 @@ def _plain(envelopes: Sequence[Envelope]) -> _Packing | None:
     return (4, jobs, ()) if len(set(jobs[1::4])) == len(envelopes) else None
 
 
-def _full(keys: Keys, envelopes: Sequence[Envelope]) -> _Packing:
+def _full(keys: QueueKeys, envelopes: Sequence[Envelope]) -> _Packing:
     """Ten values a job, and the names of idempotency keys."""
     jobs: list[Any] = []
     key_indexes: dict[bytes, int] = {}
@@ -141,7 +160,7 @@ def _full(keys: Keys, envelopes: Sequence[Envelope]) -> _Packing:
             envelope.tenant_id,
             envelope.idempotency_key or envelope.job_id,
             envelope.trace_id,
-            wire.meta_text(envelope.meta),
+            wire.encode_meta(envelope.meta),
         )
     return 10, jobs, key_indexes
 
@@ -153,3 +172,128 @@ def _due(envelope: Envelope) -> str:
     elif envelope.run_at_ms:
         due += f" at {envelope.run_at_ms}"
     return due.strip()
+
+
+#: Adopted in one step; foreign messages are rare and their arguments many.
+_ADOPT_BATCH: Final = 100
+
+
+class PendingMessage(msgspec.Struct, frozen=True, gc=False):
+    """A message in this worker's hands: in which line, how often delivered, taken from whom (empty: nobody)."""
+
+    stream_index: int
+    entry: Any
+    deliveries: int
+    owner: bytes = b""
+
+
+class Adopter:
+    """Takes in what other programs submitted."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+
+    async def adopt(self, worker: str, queue: str, messages: Sequence[PendingMessage], now_ms: int) -> list[Claim]:
+        """Those that become jobs, as claims; duplicates are dropped, malformed ones are dead letters."""
+        claims: list[Claim] = []
+        await self._store.register_queue(queue)
+        for start in range(0, len(messages), _ADOPT_BATCH):
+            part = messages[start : start + _ADOPT_BATCH]
+            claims += await self._adopt(worker, queue, part, now_ms, keep_ids=True)
+        return claims
+
+    async def _adopt(
+        self, worker: str, queue: str, messages: Sequence[PendingMessage], now_ms: int, *, keep_ids: bool
+    ) -> list[Claim]:
+        store, keys = self._store, self._store.keys(queue)
+        options = store.options
+        adoptions = [_Adoption(message, queue, worker, keep_ids, options.payload_limit) for message in messages]
+        names = [*keys.streams, keys.feed, keys.result, keys.dlq, keys.dlq_pending, keys.control, keys.waiters]
+        names += [keys.job(adoption.job_id) for adoption in adoptions]
+        arguments: list[Any] = [
+            store.names.group,
+            worker,
+            store.nonce(),
+            store.feed_limit,
+            len(adoptions),
+            options.finished_ttl_ms,
+            options.result_limit,
+            int(options.ledger),
+            int(bool(store.names.stream_dlq)),
+        ]
+        key_indexes: dict[bytes, int] = {}
+        for adoption in adoptions:
+            key_index = 0
+            if adoption.explicit_key:
+                name = keys.idempotency(adoption.body.tenant_id, adoption.explicit_key)
+                key_index = key_indexes.setdefault(name, len(adoptions) + len(key_indexes) + 1)
+            arguments += adoption.arguments(key_index)
+        lanes = {message.stream_index // STREAMS_PER_LANE for message in messages} - {0}
+        words = await store.run_with_lanes(Purpose.CLAIM, "adopt", queue, [*names, *key_indexes], arguments, lanes)
+        claims: list[Claim] = []
+        clashes: list[PendingMessage] = []
+        for adoption, message, word in zip(adoptions, messages, words, strict=True):
+            if word == b"adopted" and adoption.claim is not None:
+                store.counts.adopted += 1
+                claims.append(msgspec.structs.replace(adoption.claim, claimed_at_ms=now_ms))
+            elif word == b"clash":
+                clashes.append(message)
+            elif word == b"dead":
+                store.counts.malformed += 1
+            elif word == b"duplicate":
+                store.counts.skipped += 1
+            elif word == b"waits":
+                store.counts.not_due += 1
+        if clashes:
+            # A malformed message under a known job's id is a dead letter under an id of its own.
+            await self._adopt(worker, queue, clashes, now_ms, keep_ids=False)
+        return claims
+
+
+class _Adoption:
+    """One foreign message on its way to become a job or a dead letter."""
+
+    def __init__(self, message: PendingMessage, queue: str, worker: str, keep_id: bool, payload_limit: int) -> None:
+        self.line, self._entry = message.stream_index, message.entry
+        self._deliveries, self._owner = message.deliveries, message.owner
+        self.claim: Claim | None = None
+        self._fault, self._dead_letter, self._data = b"", b"", b""
+        try:
+            self.claim = wire.parse_foreign(self._entry, self.line, queue, worker, self._deliveries)
+            wire.check_size(self.claim.payload, payload_limit)
+            self.job_id = self.claim.job_id
+            self.body = wire.record_from_claim(self.claim, self.claim.meta, 0)
+            key = self.claim.idempotency_key
+            self.explicit_key = key if key != self.job_id else ""
+        except wire.MalformedMessage as reason:
+            self.claim = None
+            fields = wire.as_dict(self._entry[1])
+            failure = wire.malformed_failure(str(reason))
+            self.job_id = (wire.usable_id(fields.get(b"task_id")) if keep_id else None) or wire.generated_id()
+            dlq_id = wire.generated_id()
+            self.body = wire.malformed_record(fields, self._entry[0], self.line, failure, dlq_id)
+            self.explicit_key = ""
+            self._fault = wire.encode_failure(failure).encode()
+            self._dead_letter = wire.pack(wire.dead_letter_fields(self.job_id, self.body, failure, dlq_id))
+            self._data = wire.encode_json(wire.failure_fields(failure) | {"dlq_id": dlq_id, "history": []})
+
+    def arguments(self, key_index: int) -> tuple[Any, ...]:
+        body = self.body
+        return (
+            self.line,
+            self._entry[0],
+            self._deliveries,
+            self.job_id,
+            self._fault,
+            wire.encode_record(body) if self._fault else b"",
+            self._dead_letter,
+            key_index,
+            body.task,
+            body.payload,
+            body.tenant_id,
+            body.idempotency_key or self.job_id,
+            body.trace_id,
+            "" if self._fault else body.meta,
+            self._owner,
+            self._data,
+        )

@@ -1,29 +1,35 @@
-"""Names in Redis. All keys of one queue share a hash slot, so that one script may touch them all.
+"""Key names of a queue in Redis, and a cache of the lanes in use.
 
-On a single server the default queue's names are plain (`stream:task`, `stream:result`, …), so that any
-Redis client finds them; a namespace goes in front. Other queues, and every queue on Cluster, carry a
-hash tag: `{namespace:queue}:stream:task`.
+All keys of one queue share a hash slot, so that one script can touch them all. On a single server the default queue's
+names are plain (`stream:task`, `stream:result`, …), so that any Redis client finds them; a namespace is put in front.
+Other queues, and every queue on Cluster, carry a hash tag: `{namespace:queue}:stream:task`.
+
+`LaneCache` is only a hint that lets a script's keys be declared. Redis holds the actual assignment, and a script that
+needs an undeclared lane reports it before it writes anything. The cache is reduced when it holds far more lanes than
+are in use.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from holdfast.core.job import Priority
-from holdfast.core.names import queue_prefix
+from holdfast.core.text import queue_prefix
 
 #: Consumer under which retries rest that wait in the pending list.
-PARKING: Final = "~waiting"
+RETRY_CONSUMER: Final = "~waiting"
 #: The second group on every stream, through which idle workers wait.
 WAKE_GROUP: Final = "wake"
 #: Lines a lane: one a priority, and one for jobs that are taken out of their turn.
-WIDTH: Final = len(Priority) + 1
+STREAMS_PER_LANE: Final = len(Priority) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class KeyNames:
     """Every name can be set (requirement Q1)."""
 
     namespace: str = ""
@@ -45,7 +51,7 @@ class Names:
         return f"{self.namespace}:queues" if self.namespace else "queues"
 
 
-class Keys:
+class QueueKeys:
     """The keys of one queue, as bytes ready to send.
 
     A *line* is one stream, a *lane* the lines of one tenant: one for each priority, and one for jobs that are taken
@@ -53,7 +59,7 @@ class Keys:
     default tenant's, and that of every program that submits by `XADD`.
     """
 
-    def __init__(self, queue: str, names: Names) -> None:
+    def __init__(self, queue: str, names: KeyNames) -> None:
         self.queue = queue
         self._prefix = names.prefix(queue)
         self._task = names.stream_task
@@ -61,7 +67,7 @@ class Keys:
         #: Lane 0.
         self.streams: tuple[bytes, ...] = self.lane(0)
         #: Those on which idle workers wait: lane 0's by priority.
-        self.awaited = self.streams[: len(Priority)]
+        self.wake_streams = self.streams[: len(Priority)]
         self.result = self._key(names.stream_result)
         self.dlq = self._key(names.stream_dlq or "stream:dlq")
         self.retry = self._key(names.queue_retry)
@@ -84,7 +90,7 @@ class Keys:
 
     def stream(self, line: int) -> bytes:
         """The stream of one line."""
-        return self.lane(line // WIDTH)[line % WIDTH]
+        return self.lane(line // STREAMS_PER_LANE)[line % STREAMS_PER_LANE]
 
     @cached_property
     def feed(self) -> bytes:
@@ -107,17 +113,17 @@ class Keys:
         return self._key("queue:delayed")
 
     @cached_property
-    def waiting(self) -> bytes:
+    def pending_retries(self) -> bytes:
         """Retries that wait in the pending list, by due time."""
         return self._key("queue:waiting")
 
     @cached_property
-    def held(self) -> bytes:
+    def waiting_approval(self) -> bytes:
         """Jobs that wait for approval."""
         return self._key("queue:held")
 
     @cached_property
-    def dead(self) -> bytes:
+    def dlq_pending(self) -> bytes:
         """Jobs whose dead letter is not recorded, or not acknowledged, yet."""
         return self._key("queue:dead")
 
@@ -148,3 +154,59 @@ class Keys:
     def idempotency(self, tenant_id: str, key: str) -> bytes:
         """Who was first with this key. The tenant's length keeps `a` + `b:c` and `a:b` + `c` apart."""
         return self._idempotency + f"{len(tenant_id)}:{tenant_id}:{key}".encode()
+
+
+#: So many lanes more than are in use may be declared; knowing them saves asking again for tenants that come and go.
+_SPARE: Final = 8
+#: Tenants that are remembered; far more than have a lane at a time.
+_MAX_TENANTS: Final = 1_000
+#: A script that had to see more than the lanes of its tenants is given all of them for so long.
+_ALL_S: Final = 60.0
+
+
+class LaneCache:
+    """One queue's lanes, as far as they were heard of."""
+
+    def __init__(self) -> None:
+        self._in_use: set[int] = set()
+        self._by_tenant: dict[str, int] = {}
+        self._all_until = 0.0
+
+    def all(self) -> tuple[int, ...]:
+        """Every lane that may have jobs."""
+        return tuple(self._in_use)
+
+    def of_tenants(self, tenants: Iterable[str]) -> set[int]:
+        """Where the next jobs of these tenants may go."""
+        known = self._by_tenant
+        return {known[tenant] for tenant in tenants if tenant in known} if known else set()
+
+    def for_submission(self, tenants: Iterable[str]) -> Collection[int]:
+        """Those of the tenants; all of them while the queue's whole backlog has to be looked at."""
+        return self._in_use if self._all_until > time.monotonic() else self.of_tenants(tenants)
+
+    def set_in_use(self, in_use: bytes) -> None:
+        """These, and no others, are in use."""
+        lanes = {int(lane) for lane in in_use.split()}
+        self._in_use = lanes if len(self._in_use) > len(lanes) + _SPARE else self._in_use | lanes
+
+    def add(self, missing: Sequence[Any]) -> set[int]:
+        """From a script's answer, `tenant, lane, …`: the lanes that it needs beside those that were declared."""
+        needed: set[int] = set()
+        for tenant, lane in zip(missing[::2], missing[1::2], strict=True):
+            needed.add(int(lane))
+            if tenant:
+                if len(self._by_tenant) >= _MAX_TENANTS:
+                    self._by_tenant.clear()
+                self._by_tenant[tenant.decode("utf-8", "replace")] = int(lane)
+            else:
+                self._all_until = time.monotonic() + _ALL_S
+        self._in_use |= needed
+        return needed
+
+
+def lanes_of(places: Iterable[str]) -> set[int]:
+    """The lanes of leases, without lane 0, which need not be declared."""
+    lanes = {int(line) // STREAMS_PER_LANE for line in {place.partition(":")[0] for place in places}}
+    lanes.discard(0)
+    return lanes

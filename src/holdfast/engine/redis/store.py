@@ -8,13 +8,12 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, Final
 
-from holdfast.engine.port import EngineOptions, RetryVia
-from holdfast.engine.redis.client import Client, Purpose, Script, ScriptError
-from holdfast.engine.redis.keys import PARKING, WAKE_GROUP, WIDTH, Keys, Names
-from holdfast.engine.redis.lanes import Lanes
-from holdfast.engine.redis.outages import Outages
+from holdfast.engine.port.jobs import EngineOptions, RetryVia
+from holdfast.engine.redis.keys import RETRY_CONSUMER, STREAMS_PER_LANE, WAKE_GROUP, KeyNames, LaneCache, QueueKeys
+from holdfast.engine.redis.net.client import Purpose, RedisClient, Script, ScriptError
+from holdfast.engine.redis.net.outages import Outages
 from holdfast.errors import EngineUnavailable
-from holdfast.observe.counts import Counts
+from holdfast.observe.counters import Counters
 
 _AUTOCLAIM_SINCE = (6, 2)
 #: How long a queue counts as introduced.
@@ -29,21 +28,21 @@ def _script(name: str) -> Script:
     return Script(name)
 
 
-class Store:
+class RedisStore:
     """One Redis, as the engine's verbs use it."""
 
-    def __init__(self, client: Client, names: Names, options: EngineOptions, counts: Counts) -> None:
+    def __init__(self, client: RedisClient, names: KeyNames, options: EngineOptions, counts: Counters) -> None:
         self.client = client
         self.names = names
         self.options = options
         self.counts = counts
         self.version: tuple[int, ...] = (0,)
-        self._keys: dict[str, Keys] = {}
+        self._keys: dict[str, QueueKeys] = {}
         self._known: dict[str, float] = {}
-        self._lanes: dict[str, Lanes] = {}
+        self._lanes: dict[str, LaneCache] = {}
         self.outages = Outages(
             lambda queue: client.call(Purpose.OTHER, b"HGET", self.keys(queue).control, b"lanes"),
-            lambda queue: client.place(self.keys(queue).control),
+            lambda queue: client.node_of(self.keys(queue).control),
             apart=names.cluster,
         )
 
@@ -52,41 +51,45 @@ class Store:
         """Redis 6.2 and later: `XAUTOCLAIM`, `XPENDING … IDLE`, `XTRIM MINID`."""
         return self.version >= _AUTOCLAIM_SINCE
 
-    def keys(self, queue: str) -> Keys:
+    def keys(self, queue: str) -> QueueKeys:
         """The queue's keys."""
         keys = self._keys.get(queue)
         if keys is None:
-            keys = self._keys[queue] = Keys(queue, self.names)
+            keys = self._keys[queue] = QueueKeys(queue, self.names)
         return keys
 
-    def lanes(self, queue: str) -> Lanes:
+    def lanes(self, queue: str) -> LaneCache:
         """What is known of the queue's lanes."""
         lanes = self._lanes.get(queue)
         if lanes is None:
-            lanes = self._lanes[queue] = Lanes()
+            lanes = self._lanes[queue] = LaneCache()
         return lanes
 
-    async def lines_in_use(self, queue: str, purpose: Purpose) -> list[tuple[int, bytes]]:
+    async def streams_in_use(self, queue: str, purpose: Purpose) -> list[tuple[int, bytes]]:
         """Index and stream of every line that may have messages."""
         keys = self.keys(queue)
         in_use: bytes = await self.client.call(purpose, b"HGET", keys.control, b"lanes") or b""
         lanes = [0, *sorted(int(lane) for lane in in_use.split())]
-        return [(lane * WIDTH + offset, stream) for lane in lanes for offset, stream in enumerate(keys.lane(lane))]
+        return [
+            (lane * STREAMS_PER_LANE + offset, stream)
+            for lane in lanes
+            for offset, stream in enumerate(keys.lane(lane))
+        ]
 
     @property
     def feed_limit(self) -> int:
         """Entries kept while no reader is registered. A ledger wants all: after a wipe, work goes on before one is."""
         return _UNBOUNDED if self.options.ledger else self.options.feed_limit
 
-    def parking(self, queue: str) -> str:
+    def retry_consumer(self, queue: str) -> str:
         """The consumer that holds the queue's waiting retries; empty if they wait in a set."""
-        return PARKING if self.options.retry_via.get(queue) is RetryVia.PENDING else ""
+        return RETRY_CONSUMER if self.options.retry_via.get(queue) is RetryVia.PENDING else ""
 
     def nonce(self) -> str:
         """Tells this feed entry from any other at the same position."""
         return os.urandom(6).hex()
 
-    async def prepare(self) -> None:
+    async def detect_version(self) -> None:
         """Learn the server's version; of several, the oldest of those that answer."""
         versions: list[tuple[int, ...]] = []
         failure: EngineUnavailable | None = None
@@ -103,7 +106,7 @@ class Store:
         """Redis's clock; on a Cluster, that of the node which has the queue."""
         return await self.client.time_ms(None if queue is None else self.keys(queue).control)
 
-    async def introduce(self, queue: str, *, again: bool = False) -> None:
+    async def register_queue(self, queue: str, *, again: bool = False) -> None:
         """Make the queue known to `queues`; now and then again, since a store that was wiped has forgotten it."""
         now = time.monotonic()
         if again or self._known.get(queue, 0.0) < now:
@@ -130,7 +133,7 @@ class Store:
         waiting = await self.client.run(Purpose.OTHER, _script("groups"), names, arguments)
         if waiting:
             # The store was wiped, and jobs have come since.
-            await self.introduce(queue)
+            await self.register_queue(queue)
 
     async def run(
         self, purpose: Purpose, name: str, queue: str, keys: Sequence[bytes], arguments: Sequence[Any]
@@ -144,7 +147,7 @@ class Store:
         await self.create_groups(queue)
         return await self.client.run(purpose, _script(name), keys, arguments)
 
-    async def run_on_lines(
+    async def run_with_lanes(
         self,
         purpose: Purpose,
         name: str,
@@ -158,12 +161,12 @@ class Store:
             reply = await self.run(purpose, name, queue, *self._declare(queue, keys, arguments, lanes))
             if type(reply) is not list or not reply or reply[0] != b"lanes":
                 return reply
-            lanes = {*lanes, *self.lanes(queue).learn(reply[1:])}
+            lanes = {*lanes, *self.lanes(queue).add(reply[1:])}
         raise EngineUnavailable(
             f"the tenants of queue {queue!r} come and go faster than they can be followed; try again"
         )
 
-    async def run_behind(
+    async def run_after_read(
         self,
         read: Sequence[Any],
         blocks_s: float,
@@ -175,12 +178,12 @@ class Store:
     ) -> Any:
         """`run_on_lines` behind a read that blocks, see the client; None if it did not run and has to be called."""
         names, given = self._declare(queue, keys, arguments, lanes)
-        waited, reply = await self.client.run_behind(Purpose.WAIT, read, blocks_s, _script(name), names, given)
+        waited, reply = await self.client.run_after_read(Purpose.WAIT, read, blocks_s, _script(name), names, given)
         if not waited:
             # NOGROUP or UNBLOCKED: the store is new, or was wiped. Nobody could wait for anything else.
             await self.create_groups(queue)
         if reply is not None and reply[0] == b"lanes":
-            self.lanes(queue).learn(reply[1:])
+            self.lanes(queue).add(reply[1:])
             return None
         return reply
 
@@ -194,7 +197,7 @@ class Store:
         return [*keys, *streams], [*arguments, " ".join(map(str, lanes))]
 
 
-async def _version(node: Client) -> tuple[int, ...]:
+async def _version(node: RedisClient) -> tuple[int, ...]:
     info: bytes = await node.call(Purpose.OTHER, b"INFO", b"server")
     for line in info.decode().splitlines():
         if line.startswith("redis_version:"):

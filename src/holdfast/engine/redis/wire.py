@@ -1,8 +1,8 @@
-"""Jobs as bytes: messages in a stream, records beside it, dead letters. The protocol page describes both.
+"""Encoding of jobs as stream entries, records and dead letters, and decoding of queue controls.
 
-A message of ours carries four fields in a fixed order, or eight if it has more to say, so that reading
-one is cheap and Redis stores their names once; one written by another program has the same names in any
-order, without the marker.
+The protocol page of the documentation describes the format. A message that holdfast writes has four fields in a fixed
+order, or eight if the job carries more than its payload. That makes it cheap to read, and Redis stores the field names
+once. A foreign message has the same names in any order, without the marker.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from holdfast.core.job import (
     Attempt,
     Claim,
     Failure,
-    JobView,
+    JobInfo,
     Lease,
     Meta,
     Priority,
+    append_attempt,
     new_job_ids,
-    remember,
 )
 from holdfast.core.states import FINAL, State
 from holdfast.core.verdict import MESSAGE_MALFORMED
-from holdfast.engine.redis.keys import WIDTH
+from holdfast.engine.port.operators import QueueControl, TenantControl
+from holdfast.engine.redis.keys import STREAMS_PER_LANE
 
 PROTOCOL_VERSION: Final = 1
 MARKER: Final = b"holdfast"
@@ -48,7 +49,7 @@ _decode_failure: Final = msgspec.json.Decoder(Failure).decode
 _decode_any: Final = msgspec.json.Decoder().decode
 
 
-class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class JobBody(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A job that no message carries. Lua knows the positions up to `run_at`, and wants text there; its packer
     knows no bytes and no gaps."""
 
@@ -61,7 +62,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
     attempts: str
     retries: str
     created_at: str
-    line: str
+    stream_index: str
     #: Not before this instant, when it goes in line; "0" is at once.
     run_at: str = "0"
     result: str = ""
@@ -74,20 +75,20 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
     deliveries: int = 0
 
 
-encode_body: Final = msgspec.msgpack.Encoder().encode
-decode_body: Final = msgspec.msgpack.Decoder(Body).decode
+encode_record: Final = msgspec.msgpack.Encoder().encode
+decode_record: Final = msgspec.msgpack.Decoder(JobBody).decode
 
 
-class Malformed(Exception):
+class MalformedMessage(Exception):
     """A foreign message that cannot become a job; says why."""
 
 
-def meta_text(meta: Meta) -> str:
+def encode_meta(meta: Meta) -> str:
     """A job's `Meta` as it travels; empty for most jobs."""
     return "" if meta is EMPTY_META or meta == EMPTY_META else encode_json(meta).decode()
 
 
-def meta_from(text: bytes | str) -> Meta:
+def decode_meta(text: bytes | str) -> Meta:
     """The other way."""
     return _decode_meta(text) if text else EMPTY_META
 
@@ -102,7 +103,7 @@ def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, delive
         tenant_id, key, trace_id, meta = DEFAULT_TENANT, job_id, "", EMPTY_META
         if len(fields) == _LONG:
             tenant_id, key, trace_id = fields[9].decode(), fields[11].decode(), fields[13].decode()
-            meta = meta_from(fields[15])
+            meta = decode_meta(fields[15])
         return Claim(
             lease,
             fields[5].decode(),
@@ -116,10 +117,10 @@ def parse_entry(entry: Sequence[Any], line: int, queue: str, worker: str, delive
             meta,
         )
     except (ValueError, AttributeError, msgspec.MsgspecError) as exc:
-        raise Malformed(f"the message has holdfast's marker, but not its fields: {exc}") from exc
+        raise MalformedMessage(f"the message has holdfast's marker, but not its fields: {exc}") from exc
 
 
-def is_ours(fields: Sequence[Any]) -> bool:
+def is_native(fields: Sequence[Any]) -> bool:
     """Whether holdfast wrote this message: its own fields in its own order."""
     return len(fields) in (_SHORT, _LONG) and fields[0:8:2] == _NAMES
 
@@ -128,20 +129,22 @@ def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deli
     """A message by another program as a claim. Raises `Malformed`."""
     fields = as_dict(entry[1])
     if MARKER in fields:
-        raise Malformed("the message has holdfast's marker, but not its fields")
+        raise MalformedMessage("the message has holdfast's marker, but not its fields")
     place = f"{line}:{entry[0].decode()}"
     job_id = usable_id(fields.get(b"task_id"))
     if job_id is None:
-        raise Malformed("the message has no usable task_id (1 to 200 printable characters without spaces)")
+        raise MalformedMessage("the message has no usable task_id (1 to 200 printable characters without spaces)")
     task, payload = _text(fields, b"type"), fields.get(b"payload")
     if not task or payload is None:
-        raise Malformed(f"the message lacks {'type' if not task else 'payload'}")
+        raise MalformedMessage(f"the message lacks {'type' if not task else 'payload'}")
     try:
         value = _decode_any(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise Malformed(f"the payload is no JSON: {exc}") from exc
+        raise MalformedMessage(f"the payload is no JSON: {exc}") from exc
     if not isinstance(value, dict | list):
-        raise Malformed("the payload is neither a JSON object of keyword arguments nor an array of positional ones")
+        raise MalformedMessage(
+            "the payload is neither a JSON object of keyword arguments nor an array of positional ones"
+        )
     return Claim(
         Lease(queue, job_id, place, deliveries, worker),
         task,
@@ -159,10 +162,10 @@ def parse_foreign(entry: Sequence[Any], line: int, queue: str, worker: str, deli
 def check_size(payload: bytes, limit: int) -> None:
     """Raises `Malformed` for a payload that no caller could have submitted."""
     if len(payload) > limit:
-        raise Malformed(f"the payload has {len(payload):,} bytes, the limit is {limit:,}")
+        raise MalformedMessage(f"the payload has {len(payload):,} bytes, the limit is {limit:,}")
 
 
-def parse_known(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int, now_ms: int) -> Claim:
+def parse_adopted(entry: Sequence[Any], line: int, queue: str, worker: str, deliveries: int, now_ms: int) -> Claim:
     """An adopted foreign message, delivered again."""
     return msgspec.structs.replace(parse_foreign(entry, line, queue, worker, deliveries), claimed_at_ms=now_ms)
 
@@ -174,13 +177,13 @@ def _foreign_meta(fields: Mapping[bytes, bytes], line: int) -> Meta:
         if retries is not None and not 0 <= retries <= _MAX_COUNT:
             raise ValueError(f"it is not between 0 and {_MAX_COUNT:,}")
     except ValueError as exc:
-        raise Malformed(f"max_retries is no count: {exc}") from exc
+        raise MalformedMessage(f"max_retries is no count: {exc}") from exc
     values = None
     if context:
         try:
             values = msgspec.json.decode(context, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise Malformed(f"context is no JSON object: {exc}") from exc
+            raise MalformedMessage(f"context is no JSON object: {exc}") from exc
     priority = priority_of(line)
     if retries is None and values is None and priority is Priority.NORMAL:
         return EMPTY_META
@@ -189,25 +192,27 @@ def _foreign_meta(fields: Mapping[bytes, bytes], line: int) -> Meta:
 
 def priority_of(line: int) -> Priority:
     """What the line says of a message that says nothing itself; of one that was taken from its line, nothing."""
-    place = line % WIDTH
+    place = line % STREAMS_PER_LANE
     return Priority(place) if place < len(Priority) else Priority.NORMAL
 
 
-def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, failure: Failure, dlq_id: str) -> Body:
+def malformed_record(
+    fields: Mapping[bytes, bytes], entry_id: bytes, line: int, failure: Failure, dlq_id: str
+) -> JobBody:
     """The record of a foreign message that cannot become a job: all of its raw fields, as text."""
     raw = {printable(name): printable(value) for name, value in fields.items()}
-    return Body(
+    return JobBody(
         task=printable(fields.get(b"type", b""))[:_MAX_ID] or "unknown",
         payload=msgspec.json.encode(raw).decode(),
         tenant_id=printable(fields.get(b"tenant_id", b""))[:_MAX_ID] or DEFAULT_TENANT,
         idempotency_key="",
         trace_id=printable(fields.get(b"trace_id", b""))[:_MAX_ID],
-        meta=meta_text(Meta(dlq_id=dlq_id)),
+        meta=encode_meta(Meta(dlq_id=dlq_id)),
         attempts="0",
         retries="0",
         created_at=entry_id.split(b"-")[0].decode(),
-        line=str(int(priority_of(line))),
-        failure=failure_text(failure),
+        stream_index=str(int(priority_of(line))),
+        failure=encode_failure(failure),
         finished_at_ms=int(entry_id.split(b"-")[0]),
     )
 
@@ -215,7 +220,7 @@ def malformed_body(fields: Mapping[bytes, bytes], entry_id: bytes, line: int, fa
 pack: Final = msgspec.msgpack.Encoder().encode
 
 
-def failure_text(failure: Failure) -> str:
+def encode_failure(failure: Failure) -> str:
     """A failure as it travels."""
     return encode_json(failure).decode()
 
@@ -226,12 +231,12 @@ def failure_fields(failure: Failure) -> dict[str, Any]:
     return fields
 
 
-def history_text(meta: Meta) -> str:
+def encode_history(meta: Meta) -> str:
     """The attempts so far, as a dead letter tells them."""
     return encode_json(meta.history).decode()
 
 
-def malformed(reason: str) -> Failure:
+def malformed_failure(reason: str) -> Failure:
     """The failure that such a message ends with."""
     return Failure(MESSAGE_MALFORMED, reason)
 
@@ -246,7 +251,7 @@ def usable_id(value: bytes | None) -> str | None:
     return text
 
 
-def made_up_id() -> str:
+def generated_id() -> str:
     """An id for a message that brings none."""
     return new_job_ids(1)[0]
 
@@ -264,16 +269,16 @@ def printable(value: bytes) -> str:
 def _text(fields: Mapping[bytes, bytes], name: bytes) -> str:
     value = fields.get(name, b"")
     if len(value) > _MAX_TEXT:
-        raise Malformed(f"{name.decode()} has {len(value):,} bytes, the limit is {_MAX_TEXT:,}")
+        raise MalformedMessage(f"{name.decode()} has {len(value):,} bytes, the limit is {_MAX_TEXT:,}")
     try:
         return value.decode()
     except UnicodeDecodeError as exc:
-        raise Malformed(f"{name.decode()} is no UTF-8: {exc}") from exc
+        raise MalformedMessage(f"{name.decode()} is no UTF-8: {exc}") from exc
 
 
-def dead_letter_fields(job_id: str, body: Body, failure: Failure, dlq_id: str) -> list[str]:
+def dead_letter_fields(job_id: str, body: JobBody, failure: Failure, dlq_id: str) -> list[str]:
     """What `stream:dlq` says of a job (requirement D2); the script adds `failed_at`."""
-    meta = meta_from(body.meta)
+    meta = decode_meta(body.meta)
     fields = {
         "task_id": job_id,
         "type": body.task,
@@ -283,7 +288,7 @@ def dead_letter_fields(job_id: str, body: Body, failure: Failure, dlq_id: str) -
         "stack": failure.stack,
         "retry_count": body.retries,
         "attempt": body.attempts,
-        "history": history_text(meta),
+        "history": encode_history(meta),
         "tenant_id": body.tenant_id,
         "trace_id": body.trace_id,
         "idempotency_key": body.idempotency_key,
@@ -292,33 +297,33 @@ def dead_letter_fields(job_id: str, body: Body, failure: Failure, dlq_id: str) -
     return [part for pair in fields.items() for part in pair]
 
 
-def claim_body(claim: Claim, meta: Meta, attempts: int, **more: Any) -> Body:
+def record_from_claim(claim: Claim, meta: Meta, attempts: int, **more: Any) -> JobBody:
     """A claimed job as a body, for when it leaves the line."""
-    return Body(
+    return JobBody(
         task=claim.task,
         payload=printable(claim.payload),
         tenant_id=claim.tenant_id,
         idempotency_key=claim.idempotency_key,
         trace_id=claim.trace_id,
-        meta=meta_text(meta),
+        meta=encode_meta(meta),
         attempts=str(attempts),
         retries=str(meta.retry_count),
         created_at=str(claim.created_at_ms),
-        line=str(int(meta.priority)),
+        stream_index=str(int(meta.priority)),
         **more,
     )
 
 
-def view_of_body(queue: str, job_id: str, state: State, body: Body, due_ms: int) -> JobView:
+def info_from_record(queue: str, job_id: str, state: State, body: JobBody, due_ms: int) -> JobInfo:
     """A job that no message carries, as a reader sees it."""
-    meta = meta_from(body.meta)
+    meta = decode_meta(body.meta)
     if body.run_at != "0":
         meta = msgspec.structs.replace(meta, run_at_ms=int(body.run_at))
     if state is State.SUCCEEDED:
         last = Attempt(int(body.attempts), body.worker, body.claimed_at_ms, body.finished_at_ms, state.value)
         lost = meta.lost_leases + body.deliveries - 1
-        meta = msgspec.structs.replace(meta, lost_leases=lost, history=remember(meta.history, last))
-    return JobView(
+        meta = msgspec.structs.replace(meta, lost_leases=lost, history=append_attempt(meta.history, last))
+    return JobInfo(
         job_id=job_id,
         task=body.task,
         queue=queue,
@@ -337,21 +342,42 @@ def view_of_body(queue: str, job_id: str, state: State, body: Body, due_ms: int)
     )
 
 
-def body_of_view(view: JobView, meta: Meta, **more: Any) -> Body:
+def record_from_info(view: JobInfo, meta: Meta, **more: Any) -> JobBody:
     """The other way, for an operator's move. A job that had a time keeps it."""
     run_at_ms = view.next_attempt_at_ms if view.state is State.QUEUED else meta.run_at_ms
     meta = msgspec.structs.replace(meta, run_at_ms=0)
-    return Body(
+    return JobBody(
         task=view.task,
         payload=printable(view.payload),
         tenant_id=view.tenant_id,
         idempotency_key=view.idempotency_key,
         trace_id=view.trace_id,
-        meta=meta_text(meta),
+        meta=encode_meta(meta),
         attempts=str(view.attempt),
         retries=str(meta.retry_count),
         created_at=str(view.created_at_ms),
-        line=str(int(meta.priority)),
+        stream_index=str(int(meta.priority)),
         run_at=str(run_at_ms),
         **more,
+    )
+
+
+_decode_tenants: Final = msgspec.json.Decoder(dict[str, TenantControl]).decode
+
+
+def decode_control(fields: Sequence[bytes]) -> QueueControl:
+    """A queue's controls as Redis keeps them."""
+    values = as_dict(fields)
+
+    def count(name: bytes) -> int | None:
+        value = values.get(name)
+        return int(value) if value else None
+
+    return QueueControl(
+        paused=values.get(b"paused") == b"1",
+        intake_paused=values.get(b"intake_paused") == b"1",
+        concurrency=count(b"concurrency"),
+        intake_limit=count(b"intake_limit"),
+        backlog_alert=count(b"backlog_alert"),
+        tenants=_decode_tenants(values.get(b"tenants") or b"{}"),
     )

@@ -13,30 +13,22 @@ from os import PathLike, fspath
 from typing import Final, TypeVar
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.core.job import Claim, Consent, Envelope, JobView, Lease, Receipt
+from holdfast.core.job import MAX_BATCH, Approval, Claim, Envelope, JobInfo, Lease, Receipt
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, Settlement
-from holdfast.engine.port import (
-    MAX_BATCH,
-    Control,
-    Engine,
-    EngineOptions,
-    FeedEntry,
-    KnownKey,
-    Promotion,
-    Survey,
-    check_control,
-)
-from holdfast.engine.sqlite import claims, intake, operating, restoring, settling, upkeep
-from holdfast.engine.sqlite.batches import all_of, in_order, steps_of
-from holdfast.engine.sqlite.looking import Looking
-from holdfast.engine.sqlite.policy import Policy
-from holdfast.engine.sqlite.rows import EVENT_ROWS, INSTANT, NAMES, as_entries
-from holdfast.engine.sqlite.store import Place, Store
-from holdfast.engine.sqlite.transaction import Transaction, json_list
-from holdfast.engine.tally import count_answers
+from holdfast.core.verdict import Settlement, SettleResult
+from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import EngineSnapshot, FeedEntry, SubmissionKey
+from holdfast.engine.port.jobs import EngineOptions, Promotion
+from holdfast.engine.port.operators import QueueControl, check_control
+from holdfast.engine.sqlite import claims, feed, intake, operators, upkeep
+from holdfast.engine.sqlite import settlement as settling
+from holdfast.engine.sqlite.reads import SqliteReads
+from holdfast.engine.sqlite.rows import EVENT_ROWS, INSTANT, NAMES, group_entries
+from holdfast.engine.sqlite.store import EngineContext, SqliteEngineStore, gather_all, restore_order, split_batches
 from holdfast.errors import IntakeRefused, TransitionInvalid
-from holdfast.observe.counts import Counts
+from holdfast.observe.counters import Counters, count_settlements
+from holdfast.sqlite.connection import DatabaseFile
+from holdfast.sqlite.transaction import Transaction, json_list
 
 T = TypeVar("T")
 
@@ -44,19 +36,19 @@ T = TypeVar("T")
 _TICK_S: Final = 0.05
 
 
-class SqliteEngine(Looking, Engine):
+class SqliteEngine(SqliteReads, Engine):
     """Decides, in one SQLite file. `":memory:"` is a temporary file of its own, gone with the engine."""
 
     def __init__(
         self, path: str | PathLike[str], options: EngineOptions, clock: Clock | None = None, stream_dlq: bool = True
     ) -> None:
-        self._set_up(Place(fspath(path)), Policy(options, clock or SystemClock(), stream_dlq))
+        self._set_up(DatabaseFile(fspath(path)), EngineContext(options, clock or SystemClock(), stream_dlq))
 
-    def _set_up(self, place: Place, policy: Policy) -> None:
+    def _set_up(self, place: DatabaseFile, policy: EngineContext) -> None:
         self.options = policy.options
-        self.counts = Counts()
+        self.counts = Counters()
         self._policy = policy
-        self._store = Store(place)
+        self._store = SqliteEngineStore(place)
         self._turn = 0
         #: When a worker was last entered as reading from a queue.
         self._entered: dict[tuple[str, str], int] = {}
@@ -75,7 +67,7 @@ class SqliteEngine(Looking, Engine):
     async def close(self) -> None:
         await self._store.close()
 
-    def sibling(self) -> SqliteEngine:
+    def clone(self) -> SqliteEngine:
         twin = SqliteEngine.__new__(SqliteEngine)
         twin._set_up(self._store.place, self._policy)
         # What happens in a process is counted in one place.
@@ -83,7 +75,7 @@ class SqliteEngine(Looking, Engine):
         return twin
 
     @property
-    def place(self) -> Place:
+    def file(self) -> DatabaseFile:
         """Where the database is; who holds this keeps a temporary one alive."""
         return self._store.place
 
@@ -96,9 +88,9 @@ class SqliteEngine(Looking, Engine):
     async def submit(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
         for envelope in envelopes:
             intake.check_envelope(envelope)
-        steps = steps_of([envelope.queue for envelope in envelopes])
-        receipts = all_of(self._submit_step(queue, [envelopes[at] for at in places]) for queue, places in steps)
-        return in_order(steps, await receipts)
+        steps = split_batches([envelope.queue for envelope in envelopes])
+        receipts = gather_all(self._submit_step(queue, [envelopes[at] for at in places]) for queue, places in steps)
+        return restore_order(steps, await receipts)
 
     async def _submit_step(self, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
         try:
@@ -130,14 +122,14 @@ class SqliteEngine(Looking, Engine):
                 # Also while it looks: a place may become free between the look and the wait.
                 bell.wants_places = True
                 found = await self._claim_now(worker, queues, limit)
-                bell.wants_places = found.held_back
+                bell.wants_places = found.capped
                 if found.claims or loop.time() >= deadline:
                     return found.claims
-                while not bell.is_rung and loop.time() < deadline and not self._is_due(found.next_due_at_ms):
+                while not bell.is_set and loop.time() < deadline and not self._is_due(found.next_due_at_ms):
                     left_s = deadline - loop.time()
                     await bell.wait(min(left_s, _TICK_S) if found.next_due_at_ms else left_s)
 
-    async def _claim_now(self, worker: str, queues: Sequence[str], limit: int) -> claims.Found:
+    async def _claim_now(self, worker: str, queues: Sequence[str], limit: int) -> claims.ClaimBatch:
         self._turn += 1
         # Every queue is first at times, so that a busy one does not starve the others.
         start = self._turn % len(queues)
@@ -160,20 +152,20 @@ class SqliteEngine(Looking, Engine):
     def _is_due(self, at_ms: int) -> bool:
         return 0 < at_ms <= self._policy.clock.now_ms()
 
-    async def resume(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
+    async def recover_claims(self, worker: str, queues: Sequence[str], held: Collection[Lease]) -> list[Claim]:
         # Through the writer: a claim whose caller gave up may still be under way, and is seen here once it is over.
-        return await self._store.write(claims.resume, worker, list(queues), held, lazy=True)
+        return await self._store.write(claims.recover_claims, worker, list(queues), held, lazy=True)
 
-    async def settle(self, settlements: Sequence[Settlement]) -> list[Answer]:
-        steps = steps_of([settlement.claim.queue for settlement in settlements])
-        answers = in_order(
+    async def settle(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
+        steps = split_batches([settlement.claim.queue for settlement in settlements])
+        answers = restore_order(
             steps,
-            await all_of(
+            await gather_all(
                 self._store.write(settling.settle, self._policy, queue, [settlements[at] for at in places])
                 for queue, places in steps
             ),
         )
-        count_answers(self.counts, settlements, answers)
+        count_settlements(self.counts, settlements, answers)
         return answers
 
     async def renew(self, leases: Sequence[Lease], heartbeats: Collection[Lease] = ()) -> list[Lease]:
@@ -185,14 +177,14 @@ class SqliteEngine(Looking, Engine):
 
     async def promote(self, queues: Sequence[str], limit: int) -> Promotion:
         promotion = await self._store.write(
-            claims.promote, self._policy, list(queues), min(limit, MAX_BATCH), lazy=True
+            upkeep.promote, self._policy, list(queues), min(limit, MAX_BATCH), lazy=True
         )
         self.counts.promoted += promotion.count
         return promotion
 
     async def reclaim(self, worker: str, queues: Sequence[str], limit: int) -> list[Claim]:
         taken = await self._store.write(
-            claims.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), lazy=True
+            upkeep.reclaim, self._policy, worker, list(queues), min(limit, MAX_BATCH), lazy=True
         )
         self.counts.reclaimed += taken.reclaimed
         self.counts.claimed += len(taken.claims) - taken.reclaimed
@@ -200,8 +192,8 @@ class SqliteEngine(Looking, Engine):
         self.counts.dead += taken.poisoned
         return taken.claims
 
-    async def leave(self, worker: str, queues: Sequence[str]) -> None:
-        await self._store.write(upkeep.leave, worker, list(queues))
+    async def deregister_worker(self, worker: str, queues: Sequence[str]) -> None:
+        await self._store.write(claims.deregister_worker, worker, list(queues))
         for queue in queues:
             self._entered.pop((worker, queue), None)
 
@@ -217,43 +209,43 @@ class SqliteEngine(Looking, Engine):
         reason: str,
         expected: State | None = None,
         event: str = "",
-        consent: Consent | None = None,
+        consent: Approval | None = None,
         approval_id: str = "",
         audit: str = "",
     ) -> State:
-        order = operating.Order(
+        order = operators.OperatorCommand(
             actor=actor,
             reason=reason,
             expected=expected,
             event=event,
-            consent=consent,
+            approval=consent,
             approval_id=approval_id,
             audit=audit,
         )
-        before = await self._operate(operating.move, queue, job_id, to, order)
-        self.counts.given_up += to is State.DLQ_PENDING
+        before = await self._operate(operators.move, queue, job_id, to, order)
+        self.counts.moved_to_dlq += to is State.DLQ_PENDING
         return before
 
     async def set_control(
         self,
         queue: str,
-        control: Control,
+        control: QueueControl,
         *,
-        expected: Control | None = None,
+        expected: QueueControl | None = None,
         actor: str = "",
         reason: str = "",
         audit: str = "",
     ) -> None:
         check_control(control)
-        order = operating.Order(actor=actor, reason=reason, audit=audit)
-        await self._store.write(operating.set_control, self._policy, queue, control, expected, order)
+        order = operators.OperatorCommand(actor=actor, reason=reason, audit=audit)
+        await self._store.write(operators.set_control, self._policy, queue, control, expected, order)
 
     async def expedite(self, queue: str, job_id: str, *, actor: str, reason: str, audit: str = "") -> None:
-        order = operating.Order(actor=actor, reason=reason, audit=audit)
-        await self._operate(operating.expedite, queue, job_id, order)
+        order = operators.OperatorCommand(actor=actor, reason=reason, audit=audit)
+        await self._operate(operators.expedite, queue, job_id, order)
 
-    async def take(self, worker: str, queue: str, job_id: str) -> Claim:
-        claim = await self._operate(operating.take, worker, queue, job_id)
+    async def claim_job(self, worker: str, queue: str, job_id: str) -> Claim:
+        claim = await self._operate(operators.claim_job, worker, queue, job_id)
         self.counts.claimed += 1
         return claim
 
@@ -266,22 +258,22 @@ class SqliteEngine(Looking, Engine):
 
     # The ledger's end ------------------------------------------------------------------------------
 
-    async def incarnation(self, queue: str) -> str:
+    async def epoch(self, queue: str) -> str:
         # A file has no replicas, and forgets nothing that it has answered.
         return ""
 
-    async def register_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
-        await self._store.write(upkeep.register_reader, self._policy, queue)
+    async def attach_reader(self, queue: str, incarnation: str = "", *, reminded: bool = False) -> None:
+        await self._store.write(feed.attach_reader, self._policy, queue)
 
-    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
-        position = upkeep.parse_position(start)
+    async def read_feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+        position = feed.parse_position(start)
         rows = await self._store.reader.rows("feed", EVENT_ROWS, queue=queue, start=position, limit=max(0, limit))
-        return as_entries(rows)
+        return group_entries(rows)
 
     async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
-        asked = json_list([(queue, upkeep.parse_position(position)) for queue, position in positions.items()])
+        asked = json_list([(queue, feed.parse_position(position)) for queue, position in positions.items()])
         with self._store.waiters.for_feeds(list(positions)) as bell:
             while True:
                 bell.clear()
@@ -290,19 +282,19 @@ class SqliteEngine(Looking, Engine):
                     return queues
                 await bell.wait(deadline - loop.time())
 
-    async def forget(self, queue: str, position: str) -> None:
-        await self._store.write(upkeep.forget, self._policy, queue, position)
+    async def trim_feed(self, queue: str, position: str) -> None:
+        await self._store.write(feed.trim_feed, self._policy, queue, position)
 
-    async def survey(self, queue: str, job_ids: Sequence[str]) -> Survey:
-        return await restoring.survey(self._store.reader, self._policy, queue, job_ids)
+    async def snapshot(self, queue: str, job_ids: Sequence[str]) -> EngineSnapshot:
+        return await upkeep.snapshot(self._store.reader, self._policy, queue, job_ids)
 
-    async def restore(self, queue: str, cut: Survey, jobs: Sequence[JobView]) -> list[bool]:
-        restoring.check_jobs(jobs)
-        return await self._store.write(restoring.restore, self._policy, queue, cut, jobs)
+    async def restore(self, queue: str, cut: EngineSnapshot, jobs: Sequence[JobInfo]) -> list[bool]:
+        upkeep.check_jobs(jobs)
+        return await self._store.write(upkeep.restore, self._policy, queue, cut, jobs)
 
-    async def remember_keys(self, queue: str, keys: Sequence[KnownKey]) -> None:
+    async def restore_keys(self, queue: str, keys: Sequence[SubmissionKey]) -> None:
         for start in range(0, len(keys), MAX_BATCH):
-            await self._store.write(restoring.remember_keys, queue, keys[start : start + MAX_BATCH])
+            await self._store.write(upkeep.restore_keys, queue, keys[start : start + MAX_BATCH])
 
     async def prune(self, queues: Sequence[str]) -> int:
         count = await self._prune_all(upkeep.prune_effects) + await self._prune_all(upkeep.prune_log)

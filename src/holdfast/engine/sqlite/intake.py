@@ -10,57 +10,57 @@ import msgspec
 
 from holdfast.core.job import Envelope, Priority, Receipt
 from holdfast.core.states import State
-from holdfast.engine.port import FEED_BEHIND, FEED_UNREAD, INTAKE_FULL, INTAKE_PAUSED
-from holdfast.engine.sqlite.journal import Journal, notify_due
-from holdfast.engine.sqlite.people import Question, ask
-from holdfast.engine.sqlite.policy import Policy
+from holdfast.engine.port.jobs import FEED_BEHIND, FEED_DETACHED, INTAKE_FULL, INTAKE_PAUSED
+from holdfast.engine.sqlite.feed import FeedWriter, notify_due
+from holdfast.engine.sqlite.moves import ApprovalRequestRow, insert_approval_requests
 from holdfast.engine.sqlite.rows import encode_meta, tenant_controls
-from holdfast.engine.sqlite.transaction import Transaction, Value, expect, json_list
-from holdfast.errors import FeedFull, FeedUnread, IntakeLimited, IntakeRefused, InvalidOption, InvalidPayload
+from holdfast.engine.sqlite.store import EngineContext
+from holdfast.errors import FeedDetached, FeedFull, IntakeLimited, IntakeRefused, InvalidOption, InvalidPayload
+from holdfast.sqlite.transaction import Transaction, Value, json_list, require_rows
 
 _PRIORITIES: Final = frozenset(int(priority) for priority in Priority)
 
 
-class KnownJob(msgspec.Struct, array_like=True, frozen=True):
+class KnownJobRow(msgspec.Struct, array_like=True, frozen=True):
     job_id: str
     tenant_id: str
     keyless: bool
-    over: bool
+    expired: bool
 
 
-class KnownKey(msgspec.Struct, array_like=True, frozen=True):
+class KnownKeyRow(msgspec.Struct, array_like=True, frozen=True):
     tenant_id: str
     key: str
     job_id: str
     expired: bool
 
 
-class KnownControl(msgspec.Struct, array_like=True, frozen=True):
+class IntakeControlRow(msgspec.Struct, array_like=True, frozen=True):
     intake_paused: int = 0
     intake_limit: int | None = None
     tenants: str | None = None
 
 
-class Known(msgspec.Struct, array_like=True, frozen=True):
-    control: KnownControl | None
+class IntakeState(msgspec.Struct, array_like=True, frozen=True):
+    control: IntakeControlRow | None
     has_reader: int
     unread_bytes: int | None
-    jobs: list[KnownJob]
-    keys: list[KnownKey]
+    jobs: list[KnownJobRow]
+    keys: list[KnownKeyRow]
 
 
-_KNOWN: Final = msgspec.json.Decoder(Known)
+_KNOWN: Final = msgspec.json.Decoder(IntakeState)
 _BACKLOG: Final = msgspec.json.Decoder(tuple[int, list[tuple[str, int]]])
 
 
-def submit(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
+def submit(transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope]) -> list[Receipt]:
     """One receipt each; raises `IntakeRefused` and keeps nothing if the queue takes no jobs, or not so many."""
     now_ms = policy.clock.now_ms()
     known = _look_up(transaction, policy, queue, envelopes, now_ms)
     _check_intake(known, policy, queue)
     receipts, accepted = _sort_out(known, envelopes)
     if accepted:
-        _check_limits(transaction, known.control or KnownControl(), queue, accepted)
+        _check_limits(transaction, known.control or IntakeControlRow(), queue, accepted)
         _write(transaction, policy, queue, accepted, now_ms)
     return receipts
 
@@ -80,7 +80,9 @@ def check_envelope(envelope: Envelope) -> None:
     text_of(envelope.payload)
 
 
-def _look_up(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequence[Envelope], now_ms: int) -> Known:
+def _look_up(
+    transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope], now_ms: int
+) -> IntakeState:
     names = [envelope.job_id for envelope in envelopes]
     names += [envelope.idempotency_key for envelope in envelopes if envelope.idempotency_key]
     return transaction.rows(
@@ -94,17 +96,19 @@ def _look_up(transaction: Transaction, policy: Policy, queue: str, envelopes: Se
     )
 
 
-def _check_intake(known: Known, policy: Policy, queue: str) -> None:
+def _check_intake(known: IntakeState, policy: EngineContext, queue: str) -> None:
     if known.control is not None and known.control.intake_paused:
         raise IntakeRefused(queue, INTAKE_PAUSED)
     if policy.options.ledger and not known.has_reader:
-        raise FeedUnread(queue, FEED_UNREAD)
+        raise FeedDetached(queue, FEED_DETACHED)
     limit = policy.options.feed_max_bytes
     if known.unread_bytes is not None and known.unread_bytes > limit:
         raise FeedFull(queue, FEED_BEHIND)
 
 
-def _check_limits(transaction: Transaction, control: KnownControl, queue: str, envelopes: Sequence[Envelope]) -> None:
+def _check_limits(
+    transaction: Transaction, control: IntakeControlRow, queue: str, envelopes: Sequence[Envelope]
+) -> None:
     """Raise `IntakeLimited` if the queue, or a tenant's part of it, would grow over its limit."""
     coming = Counter(envelope.tenant_id for envelope in envelopes)
     hands = tenant_controls(control.tenants)
@@ -129,10 +133,10 @@ def _check_limits(transaction: Transaction, control: KnownControl, queue: str, e
             raise IntakeLimited(queue, f"{INTAKE_FULL} (the limit of tenant {tenant!r} is {limits[tenant]})")
 
 
-def _sort_out(known: Known, envelopes: Sequence[Envelope]) -> tuple[list[Receipt], list[Envelope]]:
+def _sort_out(known: IntakeState, envelopes: Sequence[Envelope]) -> tuple[list[Receipt], list[Envelope]]:
     """Which are new, which are there already under their id (a resend) or their key (a duplicate)."""
     ids = {job.job_id for job in known.jobs}
-    firsts = {(job.tenant_id, job.job_id): job.job_id for job in known.jobs if job.keyless and not job.over}
+    firsts = {(job.tenant_id, job.job_id): job.job_id for job in known.jobs if job.keyless and not job.expired}
     firsts |= {(key.tenant_id, key.key): key.job_id for key in known.keys if not key.expired}
     receipts, accepted = [], []
     for envelope in envelopes:
@@ -150,10 +154,12 @@ def _sort_out(known: Known, envelopes: Sequence[Envelope]) -> tuple[list[Receipt
     return receipts, accepted
 
 
-def _write(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequence[Envelope], now_ms: int) -> None:
+def _write(
+    transaction: Transaction, policy: EngineContext, queue: str, envelopes: Sequence[Envelope], now_ms: int
+) -> None:
     rows = [_job_row(envelope, now_ms) for envelope in envelopes]
     last, count = transaction.bulk("submit", rows, before=(now_ms, now_ms, queue))
-    expect(count, len(rows), "submit")
+    require_rows(count, len(rows), "submit")
     window_ms = policy.options.idempotency_window_ms
     keys = [
         (each.tenant_id, each.idempotency_key, each.job_id, now_ms + (each.meta.key_window_ms or window_ms))
@@ -164,16 +170,16 @@ def _write(transaction: Transaction, policy: Policy, queue: str, envelopes: Sequ
         transaction.bulk("submit_keys", keys, before=(queue,))
     transaction.run("use_queue", queue=queue)
     hurry = any(envelope.durable for envelope in envelopes)
-    journal = Journal(transaction, queue, policy.options, hurry=hurry)
+    journal = FeedWriter(transaction, queue, policy.options, hurry=hurry)
     size = sum(len(envelope.payload) for envelope in envelopes)
-    journal.wrote(*transaction.add("submit_events", first=last - count + 1, last=last), size)
+    journal.add_events(*transaction.add("submit_events", first=last - count + 1, last=last), size)
     journal.close()
     questions = [
-        Question(each.tenant_id, each.job_id, each.task, each.meta.ask)
+        ApprovalRequestRow(each.tenant_id, each.job_id, each.task, each.meta.ask)
         for each in envelopes
         if each.hold and each.meta.ask is not None
     ]
-    ask(transaction, policy, queue, questions)
+    insert_approval_requests(transaction, policy, queue, questions)
     transaction.effects.ready.add(queue)
     # In place 10 of a row: when a delayed job is due.
     dues = [row[10] for row in rows if row[10] is not None]

@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import msgspec
 
-from holdfast.core.job import EMPTY_META, Claim, Event, Failure, JobView, Lease, Meta
+from holdfast.core.job import EMPTY_META, Claim, Event, Failure, JobInfo, Lease, Meta
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer
-from holdfast.engine.port import Control, FeedEntry, TenantControl
+from holdfast.core.verdict import SettleResult
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.engine.port.operators import QueueControl, TenantControl
 
 
 class WorkRow(msgspec.Struct, array_like=True, frozen=True):
@@ -29,7 +30,7 @@ class WorkRow(msgspec.Struct, array_like=True, frozen=True):
     trace_id: str
     state: State
     attempt: int
-    place: int
+    claim_seq: int
     deliveries: int
     worker: str | None
     claimed_at: int | None
@@ -39,20 +40,20 @@ class WorkRow(msgspec.Struct, array_like=True, frozen=True):
     payload: str
     meta: str | None
 
-    def as_claim(self, queue: str) -> Claim:
+    def to_claim(self, queue: str) -> Claim:
         """As it is leased now."""
-        lease = Lease(queue, self.job_id, f"{self.id}.{self.place}", self.deliveries, self.worker or "")
+        lease = Lease(queue, self.job_id, f"{self.id}.{self.claim_seq}", self.deliveries, self.worker or "")
         return self._claim(lease, self.attempt, self.claimed_at or 0)
 
-    def as_started(self, queue: str, worker: str, now_ms: int) -> Claim:
+    def to_started_claim(self, queue: str, worker: str, now_ms: int) -> Claim:
         """As `start.sql` leases it."""
         return self._claim(
-            Lease(queue, self.job_id, f"{self.id}.{self.place + 1}", 1, worker), self.attempt + 1, now_ms
+            Lease(queue, self.job_id, f"{self.id}.{self.claim_seq + 1}", 1, worker), self.attempt + 1, now_ms
         )
 
-    def as_reclaimed(self, queue: str, worker: str, now_ms: int) -> Claim:
+    def to_reclaimed_claim(self, queue: str, worker: str, now_ms: int) -> Claim:
         """As `reclaim.sql` leases it."""
-        lease = Lease(queue, self.job_id, f"{self.id}.{self.place}", self.deliveries + 1, worker)
+        lease = Lease(queue, self.job_id, f"{self.id}.{self.claim_seq}", self.deliveries + 1, worker)
         return self._claim(lease, self.attempt + 1, now_ms)
 
     def _claim(self, lease: Lease, attempt: int, claimed_at_ms: int) -> Claim:
@@ -77,7 +78,7 @@ class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
     queue: str
     job_id: str
     state: State
-    place: int
+    claim_seq: int
     deliveries: int
     worker: str | None
     token: str | None
@@ -85,22 +86,22 @@ class LeaseRow(msgspec.Struct, array_like=True, frozen=True):
     last_seq: int
     run_at: int | None
 
-    def fence(self, lease: Lease, token: str) -> Answer:
+    def fence(self, lease: Lease, token: str) -> SettleResult:
         """Whether this lease still owns the job. The count of deliveries tells a worker's attempts apart."""
         if self.token == token:
-            return Answer.ALREADY
+            return SettleResult.ALREADY
         held = (
             self.state is State.RUNNING
             and self.deliveries == lease.deliveries
             and self.worker == lease.worker
             and self.job_id == lease.job_id
             and self.queue == lease.queue
-            and f"{self.id}.{self.place}" == lease.place
+            and f"{self.id}.{self.claim_seq}" == lease.position
         )
-        return Answer.APPLIED if held else Answer.STALE
+        return SettleResult.APPLIED if held else SettleResult.STALE
 
 
-class ViewRow(msgspec.Struct, array_like=True, frozen=True):
+class JobInfoRow(msgspec.Struct, array_like=True, frozen=True):
     """A job as a reader sees it."""
 
     id: int
@@ -123,9 +124,9 @@ class ViewRow(msgspec.Struct, array_like=True, frozen=True):
     next_retry_at: int | None
     finished_at: int | None
 
-    def as_view(self) -> JobView:
+    def to_info(self) -> JobInfo:
         meta = decode_meta(self.meta)
-        return JobView(
+        return JobInfo(
             job_id=self.job_id,
             task=self.job_type,
             queue=self.queue,
@@ -154,12 +155,12 @@ class ViewRow(msgspec.Struct, array_like=True, frozen=True):
         return Failure(self.error_code, self.last_error or "")
 
 
-class EventRow(msgspec.Struct, array_like=True, frozen=True):
+class FeedEventRow(msgspec.Struct, array_like=True, frozen=True):
     """An event in its feed entry; an entry whose events were pruned has one row without an event."""
 
     position: int
     nonce: str
-    hurry: int
+    urgent: int
     id: int | None
     type: str | None
     job_id: str | None
@@ -197,8 +198,8 @@ class ControlRow(msgspec.Struct, array_like=True, frozen=True):
     backlog_alert: int | None
     tenants: str | None
 
-    def as_control(self) -> Control:
-        return Control(
+    def as_control(self) -> QueueControl:
+        return QueueControl(
             paused=self.paused,
             intake_paused=self.intake_paused,
             concurrency=self.concurrency,
@@ -216,8 +217,8 @@ def tenant_controls(text: str | None) -> Mapping[str, TenantControl]:
 
 WORK_ROWS: Final = msgspec.json.Decoder(list[WorkRow])
 LEASE_ROWS: Final = msgspec.json.Decoder(list[LeaseRow])
-VIEW_ROWS: Final = msgspec.json.Decoder(list[ViewRow])
-EVENT_ROWS: Final = msgspec.json.Decoder(list[EventRow])
+VIEW_ROWS: Final = msgspec.json.Decoder(list[JobInfoRow])
+EVENT_ROWS: Final = msgspec.json.Decoder(list[FeedEventRow])
 CONTROL: Final = msgspec.json.Decoder(ControlRow)
 NAMES: Final = msgspec.json.Decoder(list[str])
 IDS: Final = msgspec.json.Decoder(list[int])
@@ -235,15 +236,15 @@ def encode_meta(meta: Meta) -> str | None:
     return None if meta == EMPTY_META else _encoder.encode(meta).decode()
 
 
-def row_of(lease: Lease) -> int:
+def row_id_of(lease: Lease) -> int:
     """The row that a lease points at; one that was never ours points at none."""
-    row = lease.place.partition(".")[0]
+    row = lease.position.partition(".")[0]
     return int(row) if row.isdecimal() else 0
 
 
-def as_entries(rows: Iterable[EventRow]) -> list[FeedEntry]:
+def group_entries(rows: Iterable[FeedEventRow]) -> list[FeedEntry]:
     """Events back in the steps that they were written in."""
     return [
-        FeedEntry(str(position), nonce, [row.as_event() for row in step if row.id is not None], hurry=bool(hurry))
-        for (position, nonce, hurry), step in groupby(rows, key=lambda row: (row.position, row.nonce, row.hurry))
+        FeedEntry(str(position), nonce, [row.as_event() for row in step if row.id is not None], urgent=bool(hurry))
+        for (position, nonce, hurry), step in groupby(rows, key=lambda row: (row.position, row.nonce, row.urgent))
     ]

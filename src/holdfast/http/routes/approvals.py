@@ -8,14 +8,13 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from holdfast.core.person import Right
-from holdfast.errors import ApprovalVoid, Conflict, Forbidden, Unknown
-from holdfast.http.asgi import Reply
-from holdfast.http.operation import Answer, Call, Decorator, operation
-from holdfast.http.wire import Exactly, JobEvent, Name, PageQuery, Request, event_of_row, plain
-from holdfast.ledger.deeds import ApprovalFilter, LogFilter, LogRow
-from holdfast.ledger.people import ApprovalRow, ApprovalStatus
-from holdfast.people.scope import scope
+from holdfast.core.principal import Permission
+from holdfast.errors import ApprovalVoid, Conflict, Forbidden, NotFound
+from holdfast.http.operation import Call, Decorator, Reply, ResponseSpec, operation
+from holdfast.http.wire import Exactly, JobEventResponse, Name, PageQuery, RequestBase, event_of_row, plain
+from holdfast.ledger.port.operators import ApprovalRow, ApprovalStatus
+from holdfast.ledger.queries.operator_filters import ApprovalFilter, AuditFilter, AuditRow
+from holdfast.operations.access import visible_tenants
 
 _TAG: Final = "approvals"
 _PATH: Final = "/api/v1/approvals"
@@ -23,14 +22,14 @@ _ONE: Final = f"{_PATH}/{{approval_id}}"
 _FIRST: Final = {"approval_id": "$response.body#/approvals/0/approval_id"}
 
 
-class Vote(msgspec.Struct, frozen=True, kw_only=True):
+class VoteResponse(msgspec.Struct, frozen=True, kw_only=True):
     person: str
     approve: bool
     reason: str
     at: datetime
 
 
-class Approval(msgspec.Struct, frozen=True, kw_only=True):
+class ApprovalResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A question to people, and what came of it."""
 
     approval_id: str
@@ -54,18 +53,18 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
     decided_by: str | None
     decided_at: datetime | None
     decision_reason: str | None
-    votes: list[Vote]
+    votes: list[VoteResponse]
 
 
-class ApprovalSheet(Approval, frozen=True, kw_only=True):
+class ApprovalDetailResponse(ApprovalResponse, frozen=True, kw_only=True):
     """With the job's arguments and its story."""
 
     payload: Any
-    events: list[JobEvent]
+    events: list[JobEventResponse]
 
 
-class Approvals(msgspec.Struct, frozen=True, kw_only=True):
-    approvals: list[Approval]
+class ApprovalListResponse(msgspec.Struct, frozen=True, kw_only=True):
+    approvals: list[ApprovalResponse]
     cursor: str | None
 
 
@@ -80,13 +79,13 @@ class ApprovalQuery(PageQuery, frozen=True, kw_only=True):
     until: Annotated[datetime, Meta(tz=True)] | None = None
 
 
-class Say(Request, frozen=True, kw_only=True):
+class VoteRequest(RequestBase, frozen=True, kw_only=True):
     """Why."""
 
     reason: Annotated[str, Meta(max_length=2_000)] = ""
 
 
-class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+class AuditEntryResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody did: who, when, why, before and after."""
 
     id: str
@@ -102,12 +101,12 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
 
 
-class OperatorLog(msgspec.Struct, frozen=True, kw_only=True):
-    lines: list[LogLine]
+class AuditLogResponse(msgspec.Struct, frozen=True, kw_only=True):
+    lines: list[AuditEntryResponse]
     cursor: str | None
 
 
-class LogQuery(PageQuery, frozen=True, kw_only=True):
+class AuditQuery(PageQuery, frozen=True, kw_only=True):
     """Which lines."""
 
     type: tuple[Name, ...] = ()
@@ -126,9 +125,9 @@ class LogQuery(PageQuery, frozen=True, kw_only=True):
     tag=_TAG,
     query=ApprovalQuery,
     answers={
-        200: Answer(
+        200: ResponseSpec(
             "A page, newest first.",
-            Approvals,
+            ApprovalListResponse,
             links={
                 "approval": ("getApproval", _FIRST),
                 "approve": ("approve", _FIRST),
@@ -149,8 +148,10 @@ async def list_approvals(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    page = await call.service.offices.approvals.list(call.person, wanted, query.limit, query.cursor)
-    return Reply(Approvals(approvals=[Approval(**_fields(row)) for row in page.approvals], cursor=page.cursor))
+    page = await call.service.operations.approvals.list(call.principal, wanted, query.limit, query.cursor)
+    return Reply(
+        ApprovalListResponse(approvals=[ApprovalResponse(**_fields(row)) for row in page.approvals], cursor=page.cursor)
+    )
 
 
 @operation(
@@ -158,15 +159,15 @@ async def list_approvals(call: Call) -> Reply:
     _ONE,
     "getApproval",
     tag=_TAG,
-    answers={200: Answer("The question, what it is about, and the votes.", ApprovalSheet)},
-    errors=(Unknown,),
+    answers={200: ResponseSpec("The question, what it is about, and the votes.", ApprovalDetailResponse)},
+    errors=(NotFound,),
 )
 async def show(call: Call) -> Reply:
     """One question with all that is needed to decide."""
-    sheet = await call.service.offices.approvals.show(call.person, call.path["approval_id"])
+    sheet = await call.service.operations.approvals.show(call.principal, call.path["approval_id"])
     payload = None if sheet.job is None else plain(sheet.job.payload.text.encode())
-    events = [event_of_row(row) for row in sheet.story]
-    return Reply(ApprovalSheet(**_fields(sheet.approval), payload=payload, events=events))
+    events = [event_of_row(row) for row in sheet.events]
+    return Reply(ApprovalDetailResponse(**_fields(sheet.approval), payload=payload, events=events))
 
 
 def _answer(verb: str) -> Decorator:
@@ -175,11 +176,11 @@ def _answer(verb: str) -> Decorator:
         f"{_ONE}/{verb}",
         verb,
         tag=_TAG,
-        right=Right.APPROVE,
-        body=Say,
+        right=Permission.APPROVE,
+        body=VoteRequest,
         body_example={"reason": "I have seen the invoice"},
-        answers={200: Answer("The approval after this vote.", Approval)},
-        errors=(Unknown, Conflict, ApprovalVoid, Forbidden),
+        answers={200: ResponseSpec("The approval after this vote.", ApprovalResponse)},
+        errors=(NotFound, Conflict, ApprovalVoid, Forbidden),
     )
 
 
@@ -200,20 +201,20 @@ async def reject(call: Call) -> Reply:
     "/api/v1/operator-log",
     "listOperatorLog",
     tag=_TAG,
-    query=LogQuery,
+    query=AuditQuery,
     answers={
-        200: Answer(
+        200: ResponseSpec(
             "A page, newest first.",
-            OperatorLog,
+            AuditLogResponse,
             links={"next": ("listOperatorLog", {"cursor": "$response.body#/cursor"})},
         )
     },
 )
 async def operator_log(call: Call) -> Reply:
     """What people did, and alerts: who, when, why, before and after."""
-    query: LogQuery = call.query
-    wanted = LogFilter(
-        tenants=scope(call.person),
+    query: AuditQuery = call.query
+    wanted = AuditFilter(
+        tenants=visible_tenants(call.principal),
         types=frozenset(query.type),
         actor=query.actor,
         target=query.target,
@@ -222,19 +223,21 @@ async def operator_log(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    page = await call.service.queries.operator_log(wanted, query.limit, query.cursor)
-    return Reply(OperatorLog(lines=[_line(row) for row in page.lines], cursor=page.cursor))
+    page = await call.service.queries.audit_log(wanted, query.limit, query.cursor)
+    return Reply(AuditLogResponse(lines=[_line(row) for row in page.entries], cursor=page.cursor))
 
 
 async def _vote(call: Call, *, approve: bool) -> Reply:
-    row = await call.service.offices.approvals.vote(
-        call.person, call.path["approval_id"], approve=approve, reason=call.body.reason
+    row = await call.service.operations.approvals.vote(
+        call.principal, call.path["approval_id"], approve=approve, reason=call.body.reason
     )
-    return Reply(Approval(**_fields(row)))
+    return Reply(ApprovalResponse(**_fields(row)))
 
 
 def _fields(row: ApprovalRow) -> dict[str, Any]:
-    votes = [Vote(person=vote.person, approve=vote.approve, reason=vote.reason, at=vote.at) for vote in row.votes]
+    votes = [
+        VoteResponse(person=vote.person, approve=vote.approve, reason=vote.reason, at=vote.at) for vote in row.votes
+    ]
     return {
         "approval_id": row.approval_id,
         "job_id": row.job_id,
@@ -258,8 +261,8 @@ def _fields(row: ApprovalRow) -> dict[str, Any]:
     }
 
 
-def _line(row: LogRow) -> LogLine:
-    return LogLine(
+def _line(row: AuditRow) -> AuditEntryResponse:
+    return AuditEntryResponse(
         id=row.id,
         type=row.type,
         actor=row.actor,

@@ -8,30 +8,29 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from holdfast.core.person import Right
-from holdfast.dlq.letters import Replayed
-from holdfast.errors import Conflict, Denied, IntakeRefused, InvalidPayload, Unknown, UsageError
-from holdfast.http.asgi import Reply
-from holdfast.http.many import Outcome, outcome
-from holdfast.http.operation import Answer, Call, Decorator, operation
-from holdfast.http.problems import PayloadMisfit
-from holdfast.http.reading import arguments_of
+from holdfast.core.principal import Permission
+from holdfast.errors import Conflict, Denied, IntakeRefused, InvalidPayload, NotFound, UsageError
+from holdfast.http.operation import Call, Decorator, Reply, ResponseSpec, operation, raw_arguments
+from holdfast.http.problems import PayloadRejected
 from holdfast.http.wire import (
     Arguments,
+    BulkResponse,
     Cursor,
     Exactly,
-    JobEvent,
+    JobEventResponse,
     Limit,
     Name,
     NoQuery,
-    Request,
+    ReasonRequest,
+    RequestBase,
     Text,
-    Wish,
+    bulk_response,
     event_of_row,
     plain,
 )
-from holdfast.ledger.letters import LetterDetail, LetterFilter, LetterGroup, LetterRow
-from holdfast.ledger.people import LetterStatus
+from holdfast.ledger.port.operators import DeadLetterStatus
+from holdfast.ledger.queries.operator_filters import DeadLetterDetail, DeadLetterFilter, DeadLetterGroup, DeadLetterRow
+from holdfast.operations.dead_letters import ReplayResult
 
 _TAG: Final = "dlq"
 _PATH: Final = "/api/v1/dlq"
@@ -42,7 +41,7 @@ _AT_MOST_S: Final = 10.0
 _OF_LETTER: Final = {"dlq_id": "$response.body#/letters/0/dlq_id"}
 
 
-class Letter(msgspec.Struct, frozen=True, kw_only=True):
+class DeadLetterResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A job that was given up."""
 
     dlq_id: str
@@ -56,7 +55,7 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     retry_count: int
     failed_at: datetime
-    status: LetterStatus
+    status: DeadLetterStatus
     #: Letters that died of the same kind of error have the same.
     fingerprint: str
     #: Who asked for it to be thrown away, and who agreed.
@@ -68,36 +67,36 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     replay_count: int
 
 
-class LetterSheet(Letter, frozen=True, kw_only=True):
+class DeadLetterDetailResponse(DeadLetterResponse, frozen=True, kw_only=True):
     """A dead letter with everything that is needed to decide about it."""
 
     stack: str
     #: Every attempt.
     history: Any
-    events: list[JobEvent]
+    events: list[JobEventResponse]
 
 
-class Letters(msgspec.Struct, frozen=True, kw_only=True):
-    letters: list[Letter]
+class DeadLetterListResponse(msgspec.Struct, frozen=True, kw_only=True):
+    letters: list[DeadLetterResponse]
     cursor: str | None
 
 
-class Groups(msgspec.Struct, frozen=True, kw_only=True):
+class DeadLetterGroupsResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Letters by the kind of error, the most frequent first."""
 
-    groups: list[LetterGroup]
+    groups: list[DeadLetterGroup]
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class PayloadDiffResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What an edited payload changes, by JSON pointer; without `before` what is new, without `after` what goes."""
 
     changes: list[dict[str, Any]]
 
 
-class LetterQuery(Request, frozen=True, kw_only=True):
+class DeadLetterQuery(RequestBase, frozen=True, kw_only=True):
     """Which letters. Everything given must hold."""
 
-    status: tuple[LetterStatus, ...] = ()
+    status: tuple[DeadLetterStatus, ...] = ()
     task: Name | None = None
     queue: tuple[Name, ...] = ()
     tenant_id: Name | None = None
@@ -108,24 +107,24 @@ class LetterQuery(Request, frozen=True, kw_only=True):
     until: Annotated[datetime, Meta(tz=True)] | None = None
 
 
-class LetterPageQuery(LetterQuery, frozen=True, kw_only=True):
+class DeadLetterListQuery(DeadLetterQuery, frozen=True, kw_only=True):
     """A page of them."""
 
     limit: Limit = 50
     cursor: Cursor | None = None
 
 
-class Edited(Request, frozen=True, kw_only=True):
+class PayloadRequest(RequestBase, frozen=True, kw_only=True):
     payload: Arguments
 
 
-class ReplayWish(Wish, frozen=True, kw_only=True):
+class ReplayRequest(ReasonRequest, frozen=True, kw_only=True):
     """Why; and the payload, if it is another one now."""
 
     payload: Arguments | UnsetType = UNSET
 
 
-class ReplayMany(Wish, frozen=True, kw_only=True):
+class BulkReplayRequest(ReasonRequest, frozen=True, kw_only=True):
     """Every open letter that the filter fits. A dry run only counts."""
 
     task: Name | None = None
@@ -143,11 +142,11 @@ class ReplayMany(Wish, frozen=True, kw_only=True):
     _PATH,
     "listLetters",
     tag=_TAG,
-    query=LetterPageQuery,
+    query=DeadLetterListQuery,
     answers={
-        200: Answer(
+        200: ResponseSpec(
             "A page, newest first.",
-            Letters,
+            DeadLetterListResponse,
             links={
                 "letter": ("getLetter", _OF_LETTER),
                 "replay": ("replayLetter", _OF_LETTER),
@@ -160,11 +159,11 @@ class ReplayMany(Wish, frozen=True, kw_only=True):
         )
     },
 )
-async def list_letters(call: Call) -> Reply:
+async def list_dead_letters(call: Call) -> Reply:
     """List dead letters, newest first."""
-    query: LetterPageQuery = call.query
-    found = await call.service.offices.letters.list(call.person, _filter(query), query.limit, query.cursor)
-    return Reply(Letters(letters=[_letter(row) for row in found.letters], cursor=found.cursor))
+    query: DeadLetterListQuery = call.query
+    found = await call.service.operations.dead_letters.list(call.principal, _filter(query), query.limit, query.cursor)
+    return Reply(DeadLetterListResponse(letters=[_letter(row) for row in found.dead_letters], cursor=found.cursor))
 
 
 @operation(
@@ -172,12 +171,16 @@ async def list_letters(call: Call) -> Reply:
     f"{_PATH}/groups",
     "listLetterGroups",
     tag=_TAG,
-    query=LetterQuery,
-    answers={200: Answer("Kinds of errors, the most frequent first.", Groups)},
+    query=DeadLetterQuery,
+    answers={200: ResponseSpec("Kinds of errors, the most frequent first.", DeadLetterGroupsResponse)},
 )
 async def groups(call: Call) -> Reply:
     """Dead letters by the kind of error that they died of."""
-    return Reply(Groups(groups=list(await call.service.offices.letters.groups(call.person, _filter(call.query)))))
+    return Reply(
+        DeadLetterGroupsResponse(
+            groups=list(await call.service.operations.dead_letters.groups(call.principal, _filter(call.query)))
+        )
+    )
 
 
 @operation(
@@ -185,19 +188,19 @@ async def groups(call: Call) -> Reply:
     f"{_PATH}/replay",
     "replayLetters",
     tag=_TAG,
-    right=Right.OPERATE,
-    body=ReplayMany,
+    right=Permission.OPERATE,
+    body=BulkReplayRequest,
     body_example={"reason": "the mail server is back", "task": "send_mail", "dry_run": True},
-    answers={200: Answer("How many there are, or what became of each.", Outcome)},
+    answers={200: ResponseSpec("How many there are, or what became of each.", BulkResponse)},
     errors=(Conflict, IntakeRefused),
 )
 async def replay_many(call: Call) -> Reply:
     """Send every open letter of a filter back to work, as new jobs; by default only count them."""
-    wish: ReplayMany = call.body
-    letters, wanted = call.service.offices.letters, _filter(wish)
+    wish: BulkReplayRequest = call.body
+    letters, wanted = call.service.operations.dead_letters, _filter(wish)
     if not wish.dry_run:
         count = await letters.count(
-            call.person, msgspec.structs.replace(wanted, statuses=frozenset({LetterStatus.OPEN}))
+            call.principal, msgspec.structs.replace(wanted, statuses=frozenset({DeadLetterStatus.OPEN}))
         )
         if count > _AT_ONCE:
             raise Conflict(
@@ -210,9 +213,9 @@ async def replay_many(call: Call) -> Reply:
                 f"{_AT_MOST_S:g} s); narrow the filter, raise the rate, or use `holdfast dlq replay`"
             )
     report = await letters.replay_many(
-        call.person, wanted, reason=wish.reason, rate_per_s=wish.rate_per_s, dry_run=wish.dry_run
+        call.principal, wanted, reason=wish.reason, rate_per_s=wish.rate_per_s, dry_run=wish.dry_run
     )
-    return Reply(outcome(report))
+    return Reply(bulk_response(report))
 
 
 @operation(
@@ -220,12 +223,12 @@ async def replay_many(call: Call) -> Reply:
     _ONE,
     "getLetter",
     tag=_TAG,
-    answers={200: Answer("The letter with its full history.", LetterSheet)},
-    errors=(Unknown,),
+    answers={200: ResponseSpec("The letter with its full history.", DeadLetterDetailResponse)},
+    errors=(NotFound,),
 )
 async def show(call: Call) -> Reply:
     """One dead letter with everything that is known of it."""
-    return Reply(_sheet(await call.service.offices.letters.show(call.person, call.path["dlq_id"])))
+    return Reply(_sheet(await call.service.operations.dead_letters.show(call.principal, call.path["dlq_id"])))
 
 
 @operation(
@@ -233,20 +236,20 @@ async def show(call: Call) -> Reply:
     f"{_ONE}/diff",
     "diffLetter",
     tag=_TAG,
-    body=Edited,
+    body=PayloadRequest,
     body_example={"payload": {"to": "ada@example.org"}},
-    answers={200: Answer("What an edited payload would change.", Difference)},
-    errors=(Unknown, PayloadMisfit),
+    answers={200: ResponseSpec("What an edited payload would change.", PayloadDiffResponse)},
+    errors=(NotFound, PayloadRejected),
 )
 async def diff(call: Call) -> Reply:
     """What an edited payload changes."""
-    body: Edited = call.body
-    letters = call.service.offices.letters
+    body: PayloadRequest = call.body
+    letters = call.service.operations.dead_letters
     try:
-        changes = await letters.diff(call.person, call.path["dlq_id"], arguments_of(body.payload))
+        changes = await letters.diff(call.principal, call.path["dlq_id"], raw_arguments(body.payload))
     except InvalidPayload as exc:
-        raise PayloadMisfit(str(exc)) from exc
-    return Reply(Difference(changes=[change.document for change in changes]))
+        raise PayloadRejected(str(exc)) from exc
+    return Reply(PayloadDiffResponse(changes=[change.document for change in changes]))
 
 
 @operation(
@@ -254,22 +257,24 @@ async def diff(call: Call) -> Reply:
     f"{_ONE}/replay",
     "replayLetter",
     tag=_TAG,
-    right=Right.OPERATE,
-    body=ReplayWish,
+    right=Permission.OPERATE,
+    body=ReplayRequest,
     body_example={"reason": "the address was wrong", "payload": {"to": "ada@example.org"}},
-    answers={200: Answer("The new job.", Replayed, links={"job": ("getJob", {"job_id": "$response.body#/job_id"})})},
-    errors=(Unknown, Conflict, Denied, IntakeRefused, PayloadMisfit),
+    answers={
+        200: ResponseSpec("The new job.", ReplayResult, links={"job": ("getJob", {"job_id": "$response.body#/job_id"})})
+    },
+    errors=(NotFound, Conflict, Denied, IntakeRefused, PayloadRejected),
 )
 async def replay(call: Call) -> Reply:
     """Send a dead letter back to work as a new job, with its payload as it was or as edited."""
-    wish: ReplayWish = call.body
-    payload = None if wish.payload is UNSET else arguments_of(wish.payload)
+    wish: ReplayRequest = call.body
+    payload = None if wish.payload is UNSET else raw_arguments(wish.payload)
     try:
-        done = await call.service.offices.letters.replay(
-            call.person, call.path["dlq_id"], reason=wish.reason, payload=payload
+        done = await call.service.operations.dead_letters.replay(
+            call.principal, call.path["dlq_id"], reason=wish.reason, payload=payload
         )
     except InvalidPayload as exc:
-        raise PayloadMisfit(str(exc)) from exc
+        raise PayloadRejected(str(exc)) from exc
     except UsageError as exc:
         # A message that named no task, say.
         raise Conflict(str(exc)) from exc
@@ -282,52 +287,52 @@ def _deed(verb: str, operation_id: str, body: type[msgspec.Struct] | None) -> De
         f"{_ONE}/{verb}",
         operation_id,
         tag=_TAG,
-        right=Right.OPERATE,
+        right=Permission.OPERATE,
         query=NoQuery if body is None else None,
         body=body,
         body_example=None if body is None else {"reason": "it was a test"},
-        answers={200: Answer("The letter as it is now.", LetterSheet)},
-        errors=(Unknown, Conflict),
+        answers={200: ResponseSpec("The letter as it is now.", DeadLetterDetailResponse)},
+        errors=(NotFound, Conflict),
     )
 
 
-@_deed("discard", "discardLetter", Wish)
+@_deed("discard", "discardLetter", ReasonRequest)
 async def discard(call: Call) -> Reply | None:
     """Ask for a letter to be thrown away; somebody else has to confirm."""
-    await call.service.offices.letters.discard(call.person, call.path["dlq_id"], call.body.reason)
+    await call.service.operations.dead_letters.discard(call.principal, call.path["dlq_id"], call.body.reason)
     return await show(call)
 
 
 @_deed("confirm", "confirmDiscard", None)
 async def confirm(call: Call) -> Reply | None:
     """Throw a letter away, as another person has asked for."""
-    await call.service.offices.letters.confirm(call.person, call.path["dlq_id"])
+    await call.service.operations.dead_letters.confirm(call.principal, call.path["dlq_id"])
     return await show(call)
 
 
-@_deed("keep", "keepLetter", Wish)
+@_deed("keep", "keepLetter", ReasonRequest)
 async def keep(call: Call) -> Reply | None:
     """Keep a letter after all."""
-    await call.service.offices.letters.keep(call.person, call.path["dlq_id"], call.body.reason)
+    await call.service.operations.dead_letters.keep(call.principal, call.path["dlq_id"], call.body.reason)
     return await show(call)
 
 
-def _filter(asked: LetterQuery | ReplayMany) -> LetterFilter:
+def _filter(asked: DeadLetterQuery | BulkReplayRequest) -> DeadLetterFilter:
     tenants = None if asked.tenant_id is None else (asked.tenant_id,)
-    return LetterFilter(
+    return DeadLetterFilter(
         tenants=tenants,
-        statuses=frozenset(asked.status) if isinstance(asked, LetterQuery) else frozenset(),
+        statuses=frozenset(asked.status) if isinstance(asked, DeadLetterQuery) else frozenset(),
         job_type=asked.task,
         queues=frozenset(asked.queue),
         error_code=asked.error_code,
         fingerprint=asked.fingerprint,
         text=asked.error,
-        since=asked.since if isinstance(asked, LetterQuery) else None,
-        until=asked.until if isinstance(asked, LetterQuery) else None,
+        since=asked.since if isinstance(asked, DeadLetterQuery) else None,
+        until=asked.until if isinstance(asked, DeadLetterQuery) else None,
     )
 
 
-def _fields(row: LetterRow) -> dict[str, Any]:
+def _fields(row: DeadLetterRow) -> dict[str, Any]:
     return {
         "dlq_id": row.dlq_id,
         "job_id": row.job_id,
@@ -350,10 +355,12 @@ def _fields(row: LetterRow) -> dict[str, Any]:
     }
 
 
-def _letter(row: LetterRow) -> Letter:
-    return Letter(**_fields(row))
+def _letter(row: DeadLetterRow) -> DeadLetterResponse:
+    return DeadLetterResponse(**_fields(row))
 
 
-def _sheet(row: LetterDetail) -> LetterSheet:
+def _sheet(row: DeadLetterDetail) -> DeadLetterDetailResponse:
     events = [event_of_row(event) for event in row.events]
-    return LetterSheet(**_fields(row), stack=row.stack, history=plain(row.history.text.encode()), events=events)
+    return DeadLetterDetailResponse(
+        **_fields(row), stack=row.stack, history=plain(row.history.text.encode()), events=events
+    )

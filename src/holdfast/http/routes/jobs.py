@@ -10,14 +10,15 @@ from urllib.parse import quote
 import msgspec
 from msgspec import UNSET
 
-from holdfast.core.job import Envelope, JobView, Receipt
-from holdfast.core.person import Person, Right
+from holdfast.client.options import SubmitOptions
+from holdfast.core.job import Envelope, JobInfo, JobKey, Receipt
+from holdfast.core.principal import Permission, Principal
 from holdfast.core.states import FINAL
-from holdfast.core.webhook import check_target
+from holdfast.core.webhook_url import check_target
 from holdfast.errors import (
     Denied,
+    FeedDetached,
     FeedFull,
-    FeedUnread,
     GuardFailed,
     HoldfastError,
     IntakeLimited,
@@ -25,41 +26,37 @@ from holdfast.errors import (
     InvalidOption,
     InvalidPayload,
     NotDurableYet,
+    NotFound,
     PayloadTooLarge,
     TransitionInvalid,
-    Unknown,
     UnknownJob,
     UnknownTask,
 )
-from holdfast.http.asgi import Receive, Reply, wait_disconnect
-from holdfast.http.operation import Answer, Call, operation
+from holdfast.http.operation import Call, Receive, Reply, ResponseSpec, operation, raw_arguments, wait_disconnect
 from holdfast.http.problems import HttpError, ItemRefused, Unprocessable, problem_of
-from holdfast.http.reading import arguments_of
 from holdfast.http.service import Service
 from holdfast.http.wire import (
     KEY_PATTERN,
-    Accepted,
-    BulkAccepted,
-    BulkError,
-    BulkItem,
-    BulkResult,
-    BulkSubmission,
-    JobDetail,
-    JobEvents,
-    JobPage,
+    BulkSubmitError,
+    BulkSubmitItem,
+    BulkSubmitRequest,
+    BulkSubmitResponse,
+    BulkSubmitResult,
+    JobDetailResponse,
+    JobEventsResponse,
+    JobListResponse,
     JobQuery,
     QueueQuery,
-    Submission,
+    ReasonRequest,
     SubmitQuery,
-    Wish,
+    SubmitRequest,
+    SubmitResponse,
     event_of_row,
     job_of_row,
     job_of_view,
 )
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.listing import JobFilter
-from holdfast.options import SubmitOptions
-from holdfast.people.scope import scope
+from holdfast.ledger.queries.job_list import JobFilter
+from holdfast.operations.access import visible_tenants
 
 _TAG: Final = "jobs"
 _PATH: Final = "/api/v1/jobs"
@@ -83,7 +80,7 @@ class WebhookRefused(HttpError):
 
 
 #: Why there cannot be such a job.
-_CANNOT_BE: Final = (UnknownTask, Unknown, InvalidPayload, InvalidOption, PayloadTooLarge, WebhookRefused)
+_CANNOT_BE: Final = (UnknownTask, NotFound, InvalidPayload, InvalidOption, PayloadTooLarge, WebhookRefused)
 
 
 @operation(
@@ -91,15 +88,18 @@ _CANNOT_BE: Final = (UnknownTask, Unknown, InvalidPayload, InvalidOption, Payloa
     _PATH,
     "submitJob",
     tag=_TAG,
-    right=Right.SUBMIT,
+    right=Permission.SUBMIT,
     query=SubmitQuery,
-    body=Submission,
+    body=SubmitRequest,
     body_example={"task": "add", "payload": {"a": 1, "b": 2}},
     headers={"Idempotency-Key": ("A second submission with it gets the first one's job.", KEY_PATTERN)},
     answers={
-        200: Answer("It has ended in time: the result, or the error.", JobDetail, links=_LINKS),
-        202: Answer(
-            "Accepted; it will not be lost.", Accepted, {"Location": "Where the job can be looked up."}, links=_LINKS
+        200: ResponseSpec("It has ended in time: the result, or the error.", JobDetailResponse, links=_LINKS),
+        202: ResponseSpec(
+            "Accepted; it will not be lost.",
+            SubmitResponse,
+            {"Location": "Where the job can be looked up."},
+            links=_LINKS,
         ),
     },
     errors=(
@@ -109,7 +109,7 @@ _CANNOT_BE: Final = (UnknownTask, Unknown, InvalidPayload, InvalidOption, Payloa
         IntakeRefused,
         IntakeLimited,
         FeedFull,
-        FeedUnread,
+        FeedDetached,
         NotDurableYet,
     ),
 )
@@ -122,7 +122,7 @@ async def submit(call: Call) -> Reply:
     query: SubmitQuery = call.query
     key = call.header("idempotency-key")
     envelope = _envelope(call, call.body, key)
-    receipt = await (await call.service.app.desk()).submit(envelope)
+    receipt = await (await call.service.app.submitter()).submit(envelope)
     if query.wait:
         view = await _ended(call.service, envelope.queue, receipt.job_id, query.wait, call.receive)
         if view is not None:
@@ -135,11 +135,11 @@ async def submit(call: Call) -> Reply:
     f"{_PATH}/bulk",
     "submitJobs",
     tag=_TAG,
-    right=Right.SUBMIT,
-    body=BulkSubmission,
+    right=Permission.SUBMIT,
+    body=BulkSubmitRequest,
     body_example={"jobs": [{"task": "add", "payload": {"a": 1, "b": 2}, "idempotency_key": "sum-1"}]},
-    answers={200: Answer("What became of each, in the order of the request.", BulkAccepted)},
-    errors=(*_CANNOT_BE, GuardFailed, FeedFull, FeedUnread, NotDurableYet),
+    answers={200: ResponseSpec("What became of each, in the order of the request.", BulkSubmitResponse)},
+    errors=(*_CANNOT_BE, GuardFailed, FeedFull, FeedDetached, NotDurableYet),
 )
 async def submit_many(call: Call) -> Reply:
     """Submit many jobs.
@@ -147,26 +147,26 @@ async def submit_many(call: Call) -> Reply:
     All are checked before the first is sent: one that cannot be refuses the request. After that each is accepted or
     refused for itself. Give them idempotency keys, and the whole request can be repeated.
     """
-    wanted: BulkSubmission = call.body
+    wanted: BulkSubmitRequest = call.body
     envelopes = [_checked(call, number, item) for number, item in enumerate(wanted.jobs)]
-    desk = await call.service.app.desk()
+    desk = await call.service.app.submitter()
 
-    async def one(envelope: Envelope) -> BulkResult:
+    async def one(envelope: Envelope) -> BulkSubmitResult:
         try:
             receipt = await desk.submit(envelope)
         except (Denied, IntakeRefused) as exc:
             problem, _ = problem_of(exc, call.scope["path"])
-            error = BulkError(code=problem.code, detail=problem.detail, status=problem.status)
-            return BulkResult(error=error)
-        return BulkResult(job_id=receipt.job_id, queue=envelope.queue, duplicate=receipt.duplicate)
+            error = BulkSubmitError(code=problem.code, detail=problem.detail, status=problem.status)
+            return BulkSubmitResult(error=error)
+        return BulkSubmitResult(job_id=receipt.job_id, queue=envelope.queue, duplicate=receipt.duplicate)
 
     # At the same moment, so that they share the engine's steps.
     ended = await asyncio.gather(*map(one, envelopes), return_exceptions=True)
-    results = [result for result in ended if isinstance(result, BulkResult)]
+    results = [result for result in ended if isinstance(result, BulkSubmitResult)]
     if failure := next((each for each in ended if isinstance(each, BaseException)), None):
         raise failure
     refused = sum(result.error is not None for result in results)
-    return Reply(BulkAccepted(accepted=len(results) - refused, refused=refused, results=results))
+    return Reply(BulkSubmitResponse(accepted=len(results) - refused, refused=refused, results=results))
 
 
 @operation(
@@ -176,9 +176,9 @@ async def submit_many(call: Call) -> Reply:
     tag=_TAG,
     query=JobQuery,
     answers={
-        200: Answer(
+        200: ResponseSpec(
             "A page, newest first.",
-            JobPage,
+            JobListResponse,
             links={"next": ("listJobs", {"cursor": "$response.body#/cursor"})},
         )
     },
@@ -193,7 +193,7 @@ async def list_jobs(call: Call) -> Reply:
         states=frozenset(query.state),
         job_type=query.task,
         tenant_id=query.tenant_id,
-        tenants=scope(call.person),
+        tenants=visible_tenants(call.principal),
         queues=frozenset(query.queue),
         since=query.since,
         until=query.until,
@@ -202,7 +202,7 @@ async def list_jobs(call: Call) -> Reply:
         idempotency_key=query.idempotency_key,
     )
     page = await call.service.queries.jobs(wanted, query.limit, query.cursor)
-    return Reply(JobPage(jobs=[job_of_row(row) for row in page.jobs], cursor=page.cursor))
+    return Reply(JobListResponse(jobs=[job_of_row(row) for row in page.jobs], cursor=page.cursor))
 
 
 @operation(
@@ -211,7 +211,7 @@ async def list_jobs(call: Call) -> Reply:
     "getJob",
     tag=_TAG,
     query=QueueQuery,
-    answers={200: Answer("The job as it is now.", JobDetail, links=_LINKS)},
+    answers={200: ResponseSpec("The job as it is now.", JobDetailResponse, links=_LINKS)},
     errors=(UnknownJob,),
 )
 async def get_job(call: Call) -> Reply:
@@ -225,14 +225,14 @@ async def get_job(call: Call) -> Reply:
     "listJobEvents",
     tag=_TAG,
     query=QueueQuery,
-    answers={200: Answer("Its story, in order.", JobEvents)},
+    answers={200: ResponseSpec("Its story, in order.", JobEventsResponse)},
     errors=(UnknownJob,),
 )
 async def list_events(call: Call) -> Reply:
     """A job's story so far, from the ledger."""
     view = await _located(call)
-    rows = await call.service.queries.story(JobKey(view.tenant_id, view.queue, view.job_id))
-    return Reply(JobEvents(events=[event_of_row(row) for row in rows]))
+    rows = await call.service.queries.events(JobKey(view.tenant_id, view.queue, view.job_id))
+    return Reply(JobEventsResponse(events=[event_of_row(row) for row in rows]))
 
 
 @operation(
@@ -240,19 +240,19 @@ async def list_events(call: Call) -> Reply:
     f"{_ONE}/cancel",
     "cancelJob",
     tag=_TAG,
-    right=Right.OPERATE,
+    right=Permission.OPERATE,
     query=QueueQuery,
-    body=Wish,
+    body=ReasonRequest,
     body_example={"reason": "the order was withdrawn"},
-    answers={200: Answer("It is cancelled.", JobDetail, links={"job": ("getJob", _OF_JOB)})},
+    answers={200: ResponseSpec("It is cancelled.", JobDetailResponse, links={"job": ("getJob", _OF_JOB)})},
     errors=(UnknownJob, TransitionInvalid),
 )
 async def cancel(call: Call) -> Reply:
     """Cancel a job, whether it waits or runs."""
     query: QueueQuery = call.query
-    wish: Wish = call.body
-    operating = call.service.offices.operating
-    await operating.cancel(call.person, call.path["job_id"], queue=query.queue, reason=wish.reason)
+    wish: ReasonRequest = call.body
+    operating = call.service.operations.operating
+    await operating.cancel(call.principal, call.path["job_id"], queue=query.queue, reason=wish.reason)
     return Reply(job_of_view(await _located(call)))
 
 
@@ -261,31 +261,31 @@ async def cancel(call: Call) -> Reply:
     f"{_ONE}/retry",
     "retryJob",
     tag=_TAG,
-    right=Right.OPERATE,
+    right=Permission.OPERATE,
     query=QueueQuery,
-    body=Wish,
+    body=ReasonRequest,
     body_example={"reason": "the mail server is back"},
-    answers={200: Answer("It is due now.", JobDetail, links={"job": ("getJob", _OF_JOB)})},
+    answers={200: ResponseSpec("It is due now.", JobDetailResponse, links={"job": ("getJob", _OF_JOB)})},
     errors=(UnknownJob, TransitionInvalid),
 )
 async def retry(call: Call) -> Reply:
     """Make a job that waits for its time, or for a retry, due now."""
     query: QueueQuery = call.query
-    wish: Wish = call.body
-    operating = call.service.offices.operating
-    await operating.retry_now(call.person, call.path["job_id"], queue=query.queue, reason=wish.reason)
+    wish: ReasonRequest = call.body
+    operating = call.service.operations.operating
+    await operating.expedite(call.principal, call.path["job_id"], queue=query.queue, reason=wish.reason)
     return Reply(job_of_view(await _located(call)))
 
 
 # Inside ------------------------------------------------------------------------------------------------
 
 
-async def _located(call: Call) -> JobView:
+async def _located(call: Call) -> JobInfo:
     query: QueueQuery = call.query
-    return await call.service.offices.operating.locate(call.person, call.path["job_id"], query.queue)
+    return await call.service.operations.operating.find(call.principal, call.path["job_id"], query.queue)
 
 
-def _checked(call: Call, number: int, item: BulkItem) -> Envelope:
+def _checked(call: Call, number: int, item: BulkSubmitItem) -> Envelope:
     try:
         return _envelope(call, item, None if item.idempotency_key is UNSET else item.idempotency_key)
     except HoldfastError as exc:
@@ -293,8 +293,11 @@ def _checked(call: Call, number: int, item: BulkItem) -> Envelope:
         raise ItemRefused(f"jobs[{number}]", problem) from exc
 
 
-def _envelope(call: Call, wanted: Submission, key: str | None) -> Envelope:
-    options: SubmitOptions = {"tenant_id": tenant_of(call.person, wanted.tenant_id or None), "durable": wanted.durable}
+def _envelope(call: Call, wanted: SubmitRequest, key: str | None) -> Envelope:
+    options: SubmitOptions = {
+        "tenant_id": tenant_of(call.principal, wanted.tenant_id or None),
+        "durable": wanted.durable,
+    }
     if key is not None:
         options["idempotency_key"] = key
     if wanted.queue is not UNSET:
@@ -313,22 +316,22 @@ def _envelope(call: Call, wanted: Submission, key: str | None) -> Envelope:
         options["context"] = _object(wanted.context, "context")
     if wanted.webhook_url is not UNSET:
         options["webhook"] = _webhook(call.service, wanted.webhook_url)
-    payload = b"{}" if wanted.payload is UNSET else arguments_of(wanted.payload)
+    payload = b"{}" if wanted.payload is UNSET else raw_arguments(wanted.payload)
     envelope = call.service.app.envelope(wanted.task, payload, **options)
-    meta = msgspec.structs.replace(envelope.meta, submitted_by=call.person.name)
+    meta = msgspec.structs.replace(envelope.meta, submitted_by=call.principal.name)
     return msgspec.structs.replace(envelope, meta=meta)
 
 
-def tenant_of(person: Person, asked: str | None) -> str:
+def tenant_of(person: Principal, asked: str | None) -> str:
     """Whose job it is to be. A tenant that is not the person's is not there."""
     if asked is not None:
-        if not person.sees(asked):
-            raise Unknown("tenant", asked)
+        if not person.can_see(asked):
+            raise NotFound("tenant", asked)
         return asked
-    if person.sees_all:
+    if person.sees_all_tenants:
         return "default"
     if len(person.tenants) != 1:
-        raise Unknown("tenant", "(none named, and this token is of several)")
+        raise NotFound("tenant", "(none named, and this token is of several)")
     return next(iter(person.tenants))
 
 
@@ -341,20 +344,20 @@ def _object(raw: msgspec.Raw, what: str) -> dict[str, object]:
 
 def _webhook(service: Service, url: str) -> str:
     settings = service.app.settings
-    if not settings.tells:
+    if not settings.webhooks_enabled:
         raise WebhookRefused("webhooks are switched off here: nothing has been set up to sign them with")
     try:
-        check_target(url, settings.webhook_exceptions)
+        check_target(url, settings.webhook_allow_list)
     except (InvalidOption, ValueError) as exc:
         raise WebhookRefused(str(exc)) from exc
     return url
 
 
-async def _ended(service: Service, queue: str, job_id: str, wait_s: float, receive: Receive) -> JobView | None:
+async def _ended(service: Service, queue: str, job_id: str, wait_s: float, receive: Receive) -> JobInfo | None:
     """The job if it ends within the time; None if not, if nobody waits any more, or if this process has to end."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(wait_s, service.app.settings.http_wait_limit_s)
-    desk = await service.app.desk()
+    desk = await service.app.submitter()
     gone = asyncio.create_task(wait_disconnect(receive))
     ending = asyncio.create_task(service.ending.wait())
     try:
@@ -379,5 +382,5 @@ def _accepted(call: Call, envelope: Envelope, receipt: Receipt) -> Reply:
     path = f"{call.scope.get('root_path', '')}{_PATH}/{quote(receipt.job_id, safe='')}"
     if envelope.queue != "default":
         path += f"?queue={quote(envelope.queue, safe='')}"
-    document = Accepted(job_id=receipt.job_id, queue=envelope.queue, duplicate=receipt.duplicate, location=path)
+    document = SubmitResponse(job_id=receipt.job_id, queue=envelope.queue, duplicate=receipt.duplicate, location=path)
     return Reply(document, 202, [(b"location", path.encode())])

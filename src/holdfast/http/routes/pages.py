@@ -14,16 +14,14 @@ import msgspec
 from msgspec import Meta
 
 from holdfast._version import __version__
-from holdfast.core.person import Person, Right
-from holdfast.errors import EngineUnavailable, HoldfastError, LedgerUnavailable, Unauthorized, Unknown
+from holdfast.core.principal import Permission, Principal
+from holdfast.errors import EngineUnavailable, HoldfastError, LedgerUnavailable, NotFound, Unauthorized
 from holdfast.http.api_docs import TOKEN_HEADER, command, schema_id
-from holdfast.http.asgi import Reply
-from holdfast.http.dispatch import problem_reply
-from holdfast.http.gate import DevGate, DevLinkUsed
+from holdfast.http.auth import DevAuthenticator, DevLinkUsed
 from holdfast.http.html import Html, code, element, join, link, page, prose
-from holdfast.http.operation import Answer, Call, operation
+from holdfast.http.operation import Call, Reply, ResponseSpec, operation, problem_reply
 from holdfast.http.problems import status_of
-from holdfast.http.wire import Request
+from holdfast.http.wire import RequestBase
 
 _TAG: Final = "system"
 _HTML: Final = "text/html"
@@ -31,7 +29,7 @@ _HOST: Final = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
 _EXAMPLE: Final = '<!doctype html><html lang="en">…</html>'
 
 
-class DevQuery(Request, frozen=True, kw_only=True):
+class DevQuery(RequestBase, frozen=True, kw_only=True):
     """The one-time key of the dev link."""
 
     key: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -43,10 +41,10 @@ class DevLink(msgspec.Struct, frozen=True, kw_only=True):
     link: str
 
 
-async def caller_of(call: Call) -> Person | None:
+async def caller_of(call: Call) -> Principal | None:
     """Who asks; None without a valid token, or while tokens cannot be read."""
     try:
-        return await call.service.gate.person(call.scope)
+        return await call.service.authenticator.authenticate(call.scope)
     except (Unauthorized, EngineUnavailable, LedgerUnavailable):
         return None
 
@@ -57,7 +55,7 @@ async def caller_of(call: Call) -> Person | None:
     "startPage",
     tag=_TAG,
     right=None,
-    answers={200: Answer("A page with links.", content_type=_HTML, example=_EXAMPLE)},
+    answers={200: ResponseSpec("A page with links.", content_type=_HTML, example=_EXAMPLE)},
 )
 async def start_page(call: Call) -> Reply:
     """The start page: what is here, and where."""
@@ -89,7 +87,7 @@ async def start_page(call: Call) -> Reply:
     "apiDocs",
     tag=_TAG,
     right=None,
-    answers={200: Answer("The OpenAPI document as a page.", content_type=_HTML, example=_EXAMPLE)},
+    answers={200: ResponseSpec("The OpenAPI document as a page.", content_type=_HTML, example=_EXAMPLE)},
 )
 async def api_docs(call: Call) -> Reply:
     """The OpenAPI document as a page, with the tasks for callers who have a token."""
@@ -113,15 +111,15 @@ async def api_docs(call: Call) -> Reply:
     tag=_TAG,
     right=None,
     query=DevQuery,
-    answers={303: Answer("Signed in.", headers={"Location": "The start page.", "Set-Cookie": "The session."})},
-    errors=(Unknown, DevLinkUsed),
+    answers={303: ResponseSpec("Signed in.", headers={"Location": "The start page.", "Set-Cookie": "The session."})},
+    errors=(NotFound, DevLinkUsed),
 )
 async def dev_link(call: Call) -> Reply:
     """The link that `holdfast serve --dev` prints: signs one browser in, once."""
     query: DevQuery = call.query
     try:
         cookie = _dev_gate(call).exchange(query.key)
-    except (DevLinkUsed, Unknown) as exc:
+    except (DevLinkUsed, NotFound) as exc:
         return _refused(call, exc)
     return Reply(b"", 303, [(b"location", b"./"), (b"set-cookie", cookie.encode())])
 
@@ -131,14 +129,14 @@ async def dev_link(call: Call) -> Reply:
     "/dev",
     "newDevLink",
     tag=_TAG,
-    right=Right.ADMINISTER,
+    right=Permission.ADMINISTER,
     all_tenants=True,
     answers={
-        200: Answer(
+        200: ResponseSpec(
             "The link. It replaces the one before.", DevLink, example={"link": "http://127.0.0.1:8000/dev?key=…"}
         )
     },
-    errors=(Unknown,),
+    errors=(NotFound,),
 )
 async def new_dev_link(call: Call) -> Reply:
     """Another link for a browser. Only with `holdfast serve --dev`."""
@@ -150,16 +148,16 @@ async def new_dev_link(call: Call) -> Reply:
 # Inside --------------------------------------------------------------------------------------------------
 
 
-def _dev_gate(call: Call) -> DevGate:
-    gate = call.service.gate
-    if not isinstance(gate, DevGate):
-        raise Unknown("dev link", "here")
+def _dev_gate(call: Call) -> DevAuthenticator:
+    gate = call.service.authenticator
+    if not isinstance(gate, DevAuthenticator):
+        raise NotFound("dev link", "here")
     return gate
 
 
 def _refused(call: Call, error: HoldfastError) -> Reply:
     """Why a link does not sign in, and how to get another: as a page for browsers."""
-    if not isinstance(call.service.gate, DevGate) or _HTML not in (call.header("accept") or ""):
+    if not isinstance(call.service.authenticator, DevAuthenticator) or _HTML not in (call.header("accept") or ""):
         return problem_reply(error, call.scope)
     used = isinstance(error, DevLinkUsed)
     title = "This link has been used" if used else "This link is not valid"
@@ -190,14 +188,14 @@ def _base(call: Call) -> str:
 def _environment(call: Call) -> str:
     """The variables that the examples use."""
     base = f"BASE={shlex.quote(_base(call))}"
-    return base if isinstance(call.service.gate, DevGate) else f"{base}\nTOKEN=hf_…"
+    return base if isinstance(call.service.authenticator, DevAuthenticator) else f"{base}\nTOKEN=hf_…"
 
 
-def _submission(call: Call, caller: Person | None) -> str:
+def _submission(call: Call, caller: Principal | None) -> str:
     paths = call.service.document(with_tasks=caller is not None)["paths"]
     content = paths["/api/v1/jobs"]["post"]["requestBody"]["content"]["application/json"]
     lines = ['curl "$BASE/api/v1/jobs?wait=30"']
-    if not isinstance(call.service.gate, DevGate):
+    if not isinstance(call.service.authenticator, DevAuthenticator):
         lines.append(TOKEN_HEADER)
     data = msgspec.json.encode(content.get("example", {"task": "…"})).decode()
     return command(*lines, "-H 'content-type: application/json'", f"-d {shlex.quote(data)}")
@@ -205,7 +203,7 @@ def _submission(call: Call, caller: Person | None) -> str:
 
 def _tasks(call: Call) -> Html:
     """The app's tasks with links to their schemas."""
-    submission = call.service.document(with_tasks=True)["components"]["schemas"]["Submission"]
+    submission = call.service.document(with_tasks=True)["components"]["schemas"]["SubmitRequest"]
     refs: dict[str, str] = submission.get("discriminator", {}).get("mapping", {})
     if not refs:
         return element("p", "This server has no app: jobs of any task are passed on to the workers.")
@@ -213,8 +211,8 @@ def _tasks(call: Call) -> Html:
     return join(element("h2", "Tasks"), element("ul", rows))
 
 
-def _access(call: Call, caller: Person | None) -> Html:
-    if not isinstance(call.service.gate, DevGate):
+def _access(call: Call, caller: Principal | None) -> Html:
+    if not isinstance(call.service.authenticator, DevAuthenticator):
         make = code("holdfast token create NAME")
         return join("Requests need a token: ", make, " makes one. With it, the OpenAPI document lists the tasks.")
     if caller is None:

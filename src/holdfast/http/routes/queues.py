@@ -8,15 +8,16 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from holdfast.core.person import Right
+from holdfast.core.principal import Permission
 from holdfast.core.states import State
-from holdfast.engine.port import Control, PartlyDone, TenantControl, WorkerView
-from holdfast.errors import Conflict, ControlChanged, InvalidOption, Unknown
-from holdfast.http.asgi import Reply
-from holdfast.http.operation import Answer, Call, Decorator, operation
-from holdfast.http.wire import Name, Request, Wish, instant
-from holdfast.options import check_name
-from holdfast.people.views import QueueView
+from holdfast.core.text import check_name
+from holdfast.engine.port import PartialFailure
+from holdfast.engine.port.operators import QueueControl, TenantControl
+from holdfast.engine.port.reads import WorkerInfo
+from holdfast.errors import Conflict, ControlChanged, InvalidOption, NotFound
+from holdfast.http.operation import Call, Decorator, Reply, ResponseSpec, operation
+from holdfast.http.wire import Name, ReasonRequest, RequestBase, instant
+from holdfast.operations.queues import QueueInfo
 
 _TAG: Final = "queues"
 _PATH: Final = "/api/v1/queues"
@@ -26,7 +27,7 @@ _ONE: Final = f"{_PATH}/{{queue}}"
 Positive = Annotated[float, Meta(ge=1, le=1_000_000_000, multiple_of=1)]
 
 
-class TenantPart(msgspec.Struct, frozen=True, kw_only=True):
+class TenantControlResponse(msgspec.Struct, frozen=True, kw_only=True):
     """One tenant's part of a queue."""
 
     weight: int
@@ -34,7 +35,7 @@ class TenantPart(msgspec.Struct, frozen=True, kw_only=True):
     intake_limit: int | None
 
 
-class QueueControl(msgspec.Struct, frozen=True, kw_only=True):
+class QueueControlResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A queue's controls."""
 
     queue: str
@@ -43,10 +44,10 @@ class QueueControl(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int | None
     intake_limit: int | None
     backlog_alert: int | None
-    tenants: dict[str, TenantPart]
+    tenants: dict[str, TenantControlResponse]
 
 
-class Queue(msgspec.Struct, frozen=True, kw_only=True):
+class QueueResponse(msgspec.Struct, frozen=True, kw_only=True):
     """How full a queue is. Null: of all tenants together, and not for this token."""
 
     queue: str
@@ -54,22 +55,22 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[State, int]
     #: In line or running.
     backlog: int
-    control: QueueControl
+    control: QueueControlResponse
     delayed: int | None
     workers: int | None
     pending: int | None
     dead_letters: int | None
 
 
-class QueueList(msgspec.Struct, frozen=True, kw_only=True):
+class QueueListResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Those that answer."""
 
-    queues: list[Queue]
+    queues: list[QueueResponse]
     #: Which queues are not in the list, and why: their server does not answer. Null: all are there.
     missing: str | None
 
 
-class Worker(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that claims from a queue."""
 
     worker: str
@@ -79,29 +80,29 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     pending: int
 
 
-class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
-    workers: list[Worker]
+class WorkerListResponse(msgspec.Struct, frozen=True, kw_only=True):
+    workers: list[WorkerResponse]
 
 
-class QueuesQuery(Request, frozen=True, kw_only=True):
+class QueuesQuery(RequestBase, frozen=True, kw_only=True):
     """Which queues; none named: all."""
 
     queue: tuple[Name, ...] = ()
 
 
-class QueueWish(Wish, frozen=True, kw_only=True):
+class QueueWish(ReasonRequest, frozen=True, kw_only=True):
     """Why, and whether the queue may be one that no job was ever submitted to."""
 
     new: bool = False
 
 
-class Number(QueueWish, frozen=True, kw_only=True):
+class LimitRequest(QueueWish, frozen=True, kw_only=True):
     """A number, or null for no limit of an operator's."""
 
     value: Positive | None
 
 
-class TenantWish(QueueWish, frozen=True, kw_only=True):
+class TenantControlRequest(QueueWish, frozen=True, kw_only=True):
     """What is not named stays as it is; null takes a limit away."""
 
     weight: Annotated[float, Meta(ge=1, le=100, multiple_of=1)] | UnsetType = UNSET
@@ -109,8 +110,8 @@ class TenantWish(QueueWish, frozen=True, kw_only=True):
     intake_limit: Positive | UnsetType | None = UNSET
 
 
-_CONTROLLED: Final = {200: Answer("The queue's controls now.", QueueControl)}
-_ERRORS: Final = (ControlChanged, Unknown)
+_CONTROLLED: Final = {200: ResponseSpec("The queue's controls now.", QueueControlResponse)}
+_ERRORS: Final = (ControlChanged, NotFound)
 
 
 @operation(
@@ -119,7 +120,7 @@ _ERRORS: Final = (ControlChanged, Unknown)
     "listQueues",
     tag=_TAG,
     query=QueuesQuery,
-    answers={200: Answer("Queues by name.", QueueList)},
+    answers={200: ResponseSpec("Queues by name.", QueueListResponse)},
 )
 async def list_queues(call: Call) -> Reply:
     """How full queues are.
@@ -129,16 +130,16 @@ async def list_queues(call: Call) -> Reply:
     query: QueuesQuery = call.query
     missing = None
     try:
-        views = await call.service.offices.operating.queues(call.person, query.queue)
-    except PartlyDone as exc:
-        views, missing = exc.done, str(exc)
-    return Reply(QueueList(queues=[_queue(view) for view in views], missing=missing))
+        views = await call.service.operations.operating.queues(call.principal, query.queue)
+    except PartialFailure as exc:
+        views, missing = exc.completed, str(exc)
+    return Reply(QueueListResponse(queues=[_queue(view) for view in views], missing=missing))
 
 
 async def _change(call: Call, verb: str, **changes: Any) -> Reply:
     queue, wish = await _known(call), call.body
-    control = await call.service.offices.operating.change_control(
-        call.person, queue, reason=wish.reason, verb=verb, **changes
+    control = await call.service.operations.operating.update_control(
+        call.principal, queue, reason=wish.reason, verb=verb, **changes
     )
     return Reply(_control(queue, control))
 
@@ -150,7 +151,7 @@ def _lever(path: str, operation_id: str, body: type[msgspec.Struct], example: di
         f"{_ONE}/{path}",
         operation_id,
         tag=_TAG,
-        right=Right.OPERATE,
+        right=Permission.OPERATE,
         all_tenants=True,
         body=body,
         body_example={"reason": "the printer burns"} | example,
@@ -183,25 +184,25 @@ async def resume_intake(call: Call) -> Reply:
     return await _change(call, "resume_intake", intake_paused=False)
 
 
-@_lever("intake/limit", "limitIntake", Number, {"value": 10_000})
+@_lever("intake/limit", "limitIntake", LimitRequest, {"value": 10_000})
 async def limit_intake(call: Call) -> Reply:
     """Refuse new jobs while so many are in line or running."""
     return await _change(call, "limit", intake_limit=_whole(call.body.value))
 
 
-@_lever("concurrency", "setConcurrency", Number, {"value": 50})
+@_lever("concurrency", "setConcurrency", LimitRequest, {"value": 50})
 async def set_concurrency(call: Call) -> Reply:
     """How many jobs each worker process runs at a time; all of them hear of it within seconds."""
     return await _change(call, "concurrency", concurrency=_whole(call.body.value))
 
 
-@_lever("alert", "setBacklogAlert", Number, {"value": 5_000})
+@_lever("alert", "setBacklogAlert", LimitRequest, {"value": 5_000})
 async def set_alert(call: Call) -> Reply:
     """Raise an alert when so many jobs are in line or running."""
     return await _change(call, "limit", backlog_alert=_whole(call.body.value))
 
 
-@_lever("tenants/{tenant_id}", "setTenant", TenantWish, {"weight": 2, "concurrency": 10})
+@_lever("tenants/{tenant_id}", "setTenant", TenantControlRequest, {"weight": 2, "concurrency": 10})
 async def set_tenant(call: Call) -> Reply:
     """One tenant's share of a queue: weight beside others, limits of its own."""
     queue, wish = await _known(call), call.body
@@ -211,9 +212,9 @@ async def set_tenant(call: Call) -> Reply:
         if (value := getattr(wish, name)) is not UNSET
     }
     tenant = _plain_name(call.path["tenant_id"], "tenant")
-    operating = call.service.offices.operating
+    operating = call.service.operations.operating
     try:
-        control = await operating.change_tenant(call.person, queue, tenant, reason=wish.reason, **changes)
+        control = await operating.update_tenant(call.principal, queue, tenant, reason=wish.reason, **changes)
     except InvalidOption as exc:
         # So many tenants have parts of their own already.
         raise Conflict(str(exc)) from exc
@@ -227,13 +228,13 @@ async def set_tenant(call: Call) -> Reply:
     tag=_TAG,
     all_tenants=True,
     query=QueuesQuery,
-    answers={200: Answer("Workers by name.", WorkerList)},
+    answers={200: ResponseSpec("Workers by name.", WorkerListResponse)},
 )
 async def list_workers(call: Call) -> Reply:
     """Workers, as the engine last saw them."""
     query: QueuesQuery = call.query
-    views = await call.service.offices.operating.workers(call.person, query.queue)
-    return Reply(WorkerList(workers=[_worker(view) for view in views]))
+    views = await call.service.operations.operating.workers(call.principal, query.queue)
+    return Reply(WorkerListResponse(workers=[_worker(view) for view in views]))
 
 
 async def _known(call: Call) -> str:
@@ -241,9 +242,9 @@ async def _known(call: Call) -> str:
     queue = _named(call)
     if not call.body.new:
         try:
-            await call.service.offices.operating.require_queue(call.person, queue)
-        except Unknown as exc:
-            raise Unknown("queue", exc.name, f'{exc.advice}; send "new": true for a queue that is to come') from exc
+            await call.service.operations.operating.require_queue(call.principal, queue)
+        except NotFound as exc:
+            raise NotFound("queue", exc.name, f'{exc.advice}; send "new": true for a queue that is to come') from exc
     return queue
 
 
@@ -260,11 +261,11 @@ def _plain_name(name: str, what: str) -> str:
     try:
         return check_name(name, what)
     except InvalidOption as exc:
-        raise Unknown(what, name[:100]) from exc
+        raise NotFound(what, name[:100]) from exc
 
 
-def _control(queue: str, control: Control) -> QueueControl:
-    return QueueControl(
+def _control(queue: str, control: QueueControl) -> QueueControlResponse:
+    return QueueControlResponse(
         queue=queue,
         paused=control.paused,
         intake_paused=control.intake_paused,
@@ -275,12 +276,12 @@ def _control(queue: str, control: Control) -> QueueControl:
     )
 
 
-def _part(part: TenantControl) -> TenantPart:
-    return TenantPart(weight=part.weight, concurrency=part.concurrency, intake_limit=part.intake_limit)
+def _part(part: TenantControl) -> TenantControlResponse:
+    return TenantControlResponse(weight=part.weight, concurrency=part.concurrency, intake_limit=part.intake_limit)
 
 
-def _queue(view: QueueView) -> Queue:
-    return Queue(
+def _queue(view: QueueInfo) -> QueueResponse:
+    return QueueResponse(
         queue=view.queue,
         states=view.states,
         backlog=view.backlog,
@@ -292,5 +293,5 @@ def _queue(view: QueueView) -> Queue:
     )
 
 
-def _worker(view: WorkerView) -> Worker:
-    return Worker(worker=view.worker, queue=view.queue, seen_at=instant(view.seen_at_ms), pending=view.pending)
+def _worker(view: WorkerInfo) -> WorkerResponse:
+    return WorkerResponse(worker=view.worker, queue=view.queue, seen_at=instant(view.seen_at_ms), pending=view.pending)

@@ -12,41 +12,38 @@ from typing import Final
 
 import msgspec
 
+from holdfast.core.job import JobKey
 from holdfast.core.states import FINAL
 from holdfast.errors import LedgerUnavailable, UnknownJob
-from holdfast.http.asgi import Reply
-from holdfast.http.listening import GAP, READY, Listener, Told, encode
-from holdfast.http.listening import Wish as Wanted
-from holdfast.http.operation import Answer, Call, operation
-from holdfast.http.places import Cover
-from holdfast.http.streams import CONTENT_TYPE, HEARTBEAT, HEARTBEAT_S, Stream, until_gone
-from holdfast.http.tides import Tides
-from holdfast.http.wire import LAST_EVENT_PATTERN, Name, Request, event_of_row
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.records import EventRow
+from holdfast.http.operation import Call, Reply, ResponseSpec, operation
+from holdfast.http.sse import CONTENT_TYPE, HEARTBEAT, HEARTBEAT_S, EventStream, LedgerWatch, watch_disconnect
+from holdfast.http.subscribers import GAP, READY, EventIdCodec, StreamEvent, StreamSubscriber, encode
+from holdfast.http.subscribers import StreamFilter as Wanted
+from holdfast.http.wire import LAST_EVENT_PATTERN, Name, RequestBase, event_of_row
+from holdfast.ledger.queries.records import EventRow
 
 #: A ledger that was away is looked at again after this long.
 _AGAIN_S: Final = 1.0
 
 
-class Bell(Listener):
+class JobFollower(StreamSubscriber):
     """Rings when the ledger has what the feed has told of a job: then it is time to look, and not before."""
 
     __slots__ = ("_tides",)
 
-    def __init__(self, wish: Wanted, let_go: Callable[[], None], tides: Tides) -> None:
+    def __init__(self, wish: Wanted, let_go: Callable[[], None], tides: LedgerWatch) -> None:
         super().__init__(wish, let_go)
         self._tides = tides
 
-    def tell(self, chunk: bytes) -> None:
+    def send(self, chunk: bytes) -> None:
         if chunk is GAP:
-            self.ring()
+            self.wake()
 
-    def hear(self, told: Told, cover: Cover | None) -> None:
-        self._tides.when(told.queue, told.at, self)
+    def on_event(self, told: StreamEvent, cover: EventIdCodec | None) -> None:
+        self._tides.notify_at(told.queue, told.at, self)
 
 
-class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ServerSentEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One event of a stream. `data` is JSON: a `JobEvent`, or nothing of interest for `ready` and `gap`."""
 
     event: str
@@ -56,7 +53,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     retry: int = 0
 
 
-class StreamQuery(Request, frozen=True, kw_only=True):
+class StreamQuery(RequestBase, frozen=True, kw_only=True):
     """Which events. Everything given must hold."""
 
     queue: tuple[Name, ...] = ()
@@ -73,13 +70,13 @@ class StreamQuery(Request, frozen=True, kw_only=True):
     query=StreamQuery,
     headers={"Last-Event-ID": ("Go on after this event.", LAST_EVENT_PATTERN)},
     answers={
-        200: Answer(
+        200: ResponseSpec(
             "Events of the token's tenants. `gap` says that some may be missing.",
-            StreamEvent,
+            ServerSentEvent,
             content_type=CONTENT_TYPE,
             example={"id": "default=12.0", "event": "task.succeeded", "data": '{"type":"task.succeeded"}'},
         ),
-        204: Answer("The story of this job is told to its end; do not come back."),
+        204: ResponseSpec("The story of this job is told to its end; do not come back."),
     },
     errors=(UnknownJob,),
 )
@@ -90,9 +87,9 @@ async def stream(call: Call) -> Reply | None:
     """
     query: StreamQuery = call.query
     last = call.header("last-event-id") or None
-    person = call.person
+    person = call.principal
     wanted = Wanted(
-        None if person.sees_all else frozenset(person.tenants),
+        None if person.sees_all_tenants else frozenset(person.tenants),
         frozenset(query.queue),
         frozenset(query.task),
         frozenset(query.type),
@@ -101,39 +98,39 @@ async def stream(call: Call) -> Reply | None:
     if query.job_id is None:
         await _follow(call, wanted, last)
         return None
-    view = await call.service.offices.operating.locate(person, query.job_id, _only(query.queue))
-    if call.service.offices.ledger is None:
+    view = await call.service.operations.operating.find(person, query.job_id, _only(query.queue))
+    if call.service.operations.ledger is None:
         await _follow(call, wanted, last)
         return None
     return await _tell_story(call, wanted, JobKey(view.tenant_id, view.queue, view.job_id), _number(last))
 
 
 async def _follow(call: Call, wanted: Wanted, last: str | None) -> None:
-    hub, stream = call.service.hub, Stream(call.scope, call.send)
-    listener = Listener(wanted, stream.let_go)
-    await hub.join(listener, last)
+    hub, stream = call.service.hub, EventStream(call.scope, call.send)
+    listener = StreamSubscriber(wanted, stream.disconnect)
+    await hub.subscribe(listener, last)
     try:
-        async with until_gone(call.receive, listener.end):
+        async with watch_disconnect(call.receive, listener.end):
             await stream.begin()
             while not listener.over:
-                chunk = await listener.take(HEARTBEAT_S)
+                chunk = await listener.next_chunk(HEARTBEAT_S)
                 await stream.send(chunk or HEARTBEAT)
         await stream.end()
     finally:
-        await hub.leave(listener)
+        await hub.unsubscribe(listener)
 
 
 async def _tell_story(call: Call, wanted: Wanted, key: JobKey, told: int) -> Reply | None:
-    hub, tides, stream = call.service.hub, call.service.tides, Stream(call.scope, call.send)
-    bell = Bell(Wanted(wanted.tenants, job_id=key.job_id), stream.let_go, tides)
-    await hub.join(bell, None)
+    hub, tides, stream = call.service.hub, call.service.ledger_watch, EventStream(call.scope, call.send)
+    bell = JobFollower(Wanted(wanted.tenants, job_id=key.job_id), stream.disconnect, tides)
+    await hub.subscribe(bell, None)
     try:
         # What the feed had told before we joined may not be in the ledger yet, and nobody will tell it again.
-        tides.when(key.queue, hub.position(key.queue), bell)
-        story = await call.service.queries.story(key)
+        tides.notify_at(key.queue, hub.position(key.queue), bell)
+        story = await call.service.queries.events(key)
         if story and story[-1].to_state in FINAL and story[-1].seq <= told:
             return Reply(b"", 204)
-        async with until_gone(call.receive, bell.end):
+        async with watch_disconnect(call.receive, bell.end):
             await stream.begin()
             await stream.send(READY)
             while not bell.over:
@@ -143,22 +140,22 @@ async def _tell_story(call: Call, wanted: Wanted, key: JobKey, told: int) -> Rep
                 if rows and rows[-1].to_state in FINAL:
                     break
                 told = rows[-1].seq if rows else told
-                while not await bell.rung(HEARTBEAT_S):
+                while not await bell.wait(HEARTBEAT_S):
                     await stream.send(HEARTBEAT)
                 story = await _look(call, key, bell)
         await stream.end()
     finally:
-        tides.forget(key.queue, bell)
-        await hub.leave(bell)
+        tides.cancel(key.queue, bell)
+        await hub.unsubscribe(bell)
     return None
 
 
-async def _look(call: Call, key: JobKey, bell: Bell) -> list[EventRow]:
+async def _look(call: Call, key: JobKey, bell: JobFollower) -> list[EventRow]:
     """The story as the ledger has it; nothing while that is away, and then there is another ring."""
     try:
-        return await call.service.queries.story(key)
+        return await call.service.queries.events(key)
     except LedgerUnavailable:
-        asyncio.get_running_loop().call_later(_AGAIN_S, bell.ring)
+        asyncio.get_running_loop().call_later(_AGAIN_S, bell.wake)
         return []
 
 

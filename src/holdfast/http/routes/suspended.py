@@ -9,14 +9,12 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from holdfast.core.person import Right
-from holdfast.dlq.many import Report, Result
-from holdfast.dlq.suspended import SuspendedFilter
+from holdfast.core.principal import Permission
 from holdfast.errors import TransitionInvalid, UnknownJob
-from holdfast.http.asgi import Reply
-from holdfast.http.many import Outcome, outcome
-from holdfast.http.operation import Answer, Call, operation
-from holdfast.http.wire import Exactly, JobCursor, Name, PageQuery, Text, Wish
+from holdfast.http.operation import Call, Reply, ResponseSpec, operation
+from holdfast.http.wire import BulkResponse, Exactly, JobCursor, Name, PageQuery, ReasonRequest, Text, bulk_response
+from holdfast.operations.bulk import BulkReport, BulkResult
+from holdfast.operations.suspended import SuspendedFilter
 
 _TAG: Final = "suspended"
 _FIRST: Final = {"job_id": "$response.body#/jobs/0/job_id"}
@@ -25,7 +23,7 @@ _PATHS: Final = {"/api/v1/suspended": "", "/internal/tasks/suspended": "Internal
 Ids = Annotated[tuple[Name, ...], Meta(max_length=1_000)]
 
 
-class SuspendedJob(msgspec.Struct, frozen=True, kw_only=True):
+class SuspendedJobResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A job that waits for an operator."""
 
     job_id: str
@@ -39,8 +37,8 @@ class SuspendedJob(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
-class SuspendedJobs(msgspec.Struct, frozen=True, kw_only=True):
-    jobs: list[SuspendedJob]
+class SuspendedListResponse(msgspec.Struct, frozen=True, kw_only=True):
+    jobs: list[SuspendedJobResponse]
     cursor: str | None
 
 
@@ -57,7 +55,7 @@ class SuspendedQuery(PageQuery, frozen=True, kw_only=True):
     until: Annotated[datetime, Meta(tz=True)] | None = None
 
 
-class BulkWish(Wish, frozen=True, kw_only=True):
+class BulkSuspendedRequest(ReasonRequest, frozen=True, kw_only=True):
     """These jobs, or, if none are named, all that the filter fits. A dry run only counts."""
 
     job_ids: Ids = ()
@@ -69,7 +67,7 @@ class BulkWish(Wish, frozen=True, kw_only=True):
     dry_run: bool = False
 
 
-def _chosen(wish: BulkWish) -> Sequence[str] | SuspendedFilter:
+def _chosen(wish: BulkSuspendedRequest) -> Sequence[str] | SuspendedFilter:
     if wish.job_ids:
         return wish.job_ids
     return SuspendedFilter(
@@ -93,47 +91,47 @@ async def list_suspended(call: Call) -> Reply:
         since=query.since,
         until=query.until,
     )
-    found = await call.service.offices.suspended.list(call.person, wanted, query.limit, query.cursor)
-    jobs = [SuspendedJob(**msgspec.structs.asdict(job)) for job in found.jobs]
-    return Reply(SuspendedJobs(jobs=jobs, cursor=found.cursor))
+    found = await call.service.operations.suspended.list(call.principal, wanted, query.limit, query.cursor)
+    jobs = [SuspendedJobResponse(**msgspec.structs.asdict(job)) for job in found.jobs]
+    return Reply(SuspendedListResponse(jobs=jobs, cursor=found.cursor))
 
 
 async def resume(call: Call) -> Reply:
     """Send a suspended job back to work: its retries start again, its history stays."""
     job_id, wish = call.path["job_id"], call.body
-    await call.service.offices.operating.resume(call.person, job_id, reason=wish.reason)
-    return Reply(outcome(_one(job_id)))
+    await call.service.operations.operating.resume(call.principal, job_id, reason=wish.reason)
+    return Reply(bulk_response(_one(job_id)))
 
 
 async def discard(call: Call) -> Reply:
     """Give a suspended job up: it is cancelled, with the reason."""
     job_id, wish = call.path["job_id"], call.body
-    await call.service.offices.operating.discard(call.person, job_id, reason=wish.reason)
-    return Reply(outcome(_one(job_id)))
+    await call.service.operations.operating.discard(call.principal, job_id, reason=wish.reason)
+    return Reply(bulk_response(_one(job_id)))
 
 
 async def resume_many(call: Call) -> Reply:
     """Resume many suspended jobs; each result is told."""
-    wish: BulkWish = call.body
-    suspended = call.service.offices.suspended
-    report = await suspended.resume(call.person, _chosen(wish), reason=wish.reason, dry_run=wish.dry_run)
-    return Reply(outcome(report))
+    wish: BulkSuspendedRequest = call.body
+    suspended = call.service.operations.suspended
+    report = await suspended.resume(call.principal, _chosen(wish), reason=wish.reason, dry_run=wish.dry_run)
+    return Reply(bulk_response(report))
 
 
 async def discard_many(call: Call) -> Reply:
     """Give many suspended jobs up; each result is told."""
-    wish: BulkWish = call.body
-    suspended = call.service.offices.suspended
-    report = await suspended.discard(call.person, _chosen(wish), reason=wish.reason, dry_run=wish.dry_run)
-    return Reply(outcome(report))
+    wish: BulkSuspendedRequest = call.body
+    suspended = call.service.operations.suspended
+    report = await suspended.discard(call.principal, _chosen(wish), reason=wish.reason, dry_run=wish.dry_run)
+    return Reply(bulk_response(report))
 
 
-def _one(job_id: str) -> Report:
-    return Report(matched=1, dry_run=False, results=[Result(id=job_id, done=True, job_id=job_id)])
+def _one(job_id: str) -> BulkReport:
+    return BulkReport(matched=1, dry_run=False, results=[BulkResult(id=job_id, done=True, job_id=job_id)])
 
 
 def _register(path: str, part: str) -> None:
-    told = {200: Answer("What became of it.", Outcome)}
+    told = {200: ResponseSpec("What became of it.", BulkResponse)}
     example = {"reason": "the disk is free again"}
     operation(
         "GET",
@@ -142,9 +140,9 @@ def _register(path: str, part: str) -> None:
         tag=_TAG,
         query=SuspendedQuery,
         answers={
-            200: Answer(
+            200: ResponseSpec(
                 "A page, newest first.",
-                SuspendedJobs,
+                SuspendedListResponse,
                 links={
                     "resume": (f"resume{part}Suspended", _FIRST),
                     "discard": (f"discard{part}Suspended", _FIRST),
@@ -159,8 +157,8 @@ def _register(path: str, part: str) -> None:
             f"{path}/{verb}",
             f"{verb}{part}ManySuspended",
             tag=_TAG,
-            right=Right.OPERATE,
-            body=BulkWish,
+            right=Permission.OPERATE,
+            body=BulkSuspendedRequest,
             body_example=example | {"task": "publish", "dry_run": True},
             answers=told,
             errors=(UnknownJob,),
@@ -170,8 +168,8 @@ def _register(path: str, part: str) -> None:
             f"{path}/{{job_id}}/{verb}",
             f"{verb}{part}Suspended",
             tag=_TAG,
-            right=Right.OPERATE,
-            body=Wish,
+            right=Permission.OPERATE,
+            body=ReasonRequest,
             body_example=example,
             answers=told,
             errors=(UnknownJob, TransitionInvalid),

@@ -8,20 +8,19 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from holdfast.core.person import Right
-from holdfast.errors import Unknown
-from holdfast.http.asgi import Reply
-from holdfast.http.operation import Answer, Call, Decorator, operation
-from holdfast.http.wire import Exactly, Limit, NoQuery, Request, Wish, instant
-from holdfast.ledger.trigger_book import Execution as Row
-from holdfast.ledger.trigger_book import Status
-from holdfast.people.triggering import TriggerStatus, TriggerView
+from holdfast.core.principal import Permission
+from holdfast.errors import NotFound
+from holdfast.http.operation import Call, Decorator, Reply, ResponseSpec, operation
+from holdfast.http.wire import Exactly, Limit, NoQuery, ReasonRequest, RequestBase, instant
+from holdfast.ledger.port.messages import Execution as Row
+from holdfast.ledger.port.messages import ExecutionStatus
+from holdfast.operations.messages import TriggerInfo, TriggerStatus
 
 _TAG: Final = "triggers"
 _PATH: Final = "/api/v1/triggers"
 
 
-class TriggerProcess(msgspec.Struct, frozen=True, kw_only=True):
+class TriggerProcessResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What one process says of a trigger."""
 
     process: str
@@ -30,7 +29,7 @@ class TriggerProcess(msgspec.Struct, frozen=True, kw_only=True):
     health: dict[str, Any]
 
 
-class Trigger(msgspec.Struct, frozen=True, kw_only=True):
+class TriggerResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A trigger in all of its processes."""
 
     name: str
@@ -42,14 +41,14 @@ class Trigger(msgspec.Struct, frozen=True, kw_only=True):
     paused_by: str | None
     paused_at: datetime | None
     pause_reason: str | None
-    processes: list[TriggerProcess]
+    processes: list[TriggerProcessResponse]
 
 
-class TriggerList(msgspec.Struct, frozen=True, kw_only=True):
-    triggers: list[Trigger]
+class TriggerListResponse(msgspec.Struct, frozen=True, kw_only=True):
+    triggers: list[TriggerResponse]
 
 
-class Execution(msgspec.Struct, frozen=True, kw_only=True):
+class ExecutionResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one message."""
 
     tenant_id: str
@@ -57,7 +56,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
     message_id: str
     queue_name: str
     event_name: str
-    status: Status
+    status: ExecutionStatus
     started_at: datetime | None
     completed_at: datetime | None
     duration_ms: int
@@ -68,16 +67,16 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str
 
 
-class ExecutionList(msgspec.Struct, frozen=True, kw_only=True):
-    executions: list[Execution]
+class ExecutionListResponse(msgspec.Struct, frozen=True, kw_only=True):
+    executions: list[ExecutionResponse]
 
 
-class ExecutionQuery(Request, frozen=True, kw_only=True):
+class ExecutionQuery(RequestBase, frozen=True, kw_only=True):
     """Which messages. Everything given must hold."""
 
     queue_name: Annotated[Exactly, Meta(description="Of this queue of the broker.")] = ""
     message_id: Annotated[Exactly, Meta(description="Of the message with this id.")] = ""
-    status: Annotated[tuple[Status, ...], Meta(description="Of these statuses; repeatable.")] = ()
+    status: Annotated[tuple[ExecutionStatus, ...], Meta(description="Of these statuses; repeatable.")] = ()
     limit: Limit = 100
 
 
@@ -88,15 +87,15 @@ class ExecutionQuery(Request, frozen=True, kw_only=True):
     tag=_TAG,
     all_tenants=True,
     query=NoQuery,
-    answers={200: Answer("Triggers by name.", TriggerList)},
+    answers={200: ResponseSpec("Triggers by name.", TriggerListResponse)},
 )
 async def list_triggers(call: Call) -> Reply:
     """Triggers: their processes, their health, who has paused them.
 
     A process that has said nothing for ten seconds is not listed any more.
     """
-    views = await call.service.offices.triggering.list(call.person)
-    return Reply(TriggerList(triggers=[_trigger(view) for view in views]))
+    views = await call.service.operations.triggers.list(call.principal)
+    return Reply(TriggerListResponse(triggers=[_trigger(view) for view in views]))
 
 
 @operation(
@@ -105,19 +104,19 @@ async def list_triggers(call: Call) -> Reply:
     "listExecutions",
     tag=_TAG,
     query=ExecutionQuery,
-    answers={200: Answer("The newest first.", ExecutionList)},
+    answers={200: ResponseSpec("The newest first.", ExecutionListResponse)},
 )
 async def list_executions(call: Call) -> Reply:
     """What became of messages."""
     query: ExecutionQuery = call.query
-    rows = await call.service.offices.triggering.executions(
-        call.person,
+    rows = await call.service.operations.triggers.executions(
+        call.principal,
         queue_name=query.queue_name,
         message_id=query.message_id,
         statuses=query.status,
         limit=query.limit,
     )
-    return Reply(ExecutionList(executions=[_execution(row) for row in rows]))
+    return Reply(ExecutionListResponse(executions=[_execution(row) for row in rows]))
 
 
 def _lever(verb: str, operation_id: str) -> Decorator:
@@ -126,32 +125,32 @@ def _lever(verb: str, operation_id: str) -> Decorator:
         f"{_PATH}/{{name}}/{verb}",
         operation_id,
         tag=_TAG,
-        right=Right.OPERATE,
+        right=Permission.OPERATE,
         all_tenants=True,
-        body=Wish,
+        body=ReasonRequest,
         body_example={"reason": "the printer burns"},
-        answers={200: Answer("The trigger now.", Trigger)},
-        errors=(Unknown,),
+        answers={200: ResponseSpec("The trigger now.", TriggerResponse)},
+        errors=(NotFound,),
     )
 
 
 @_lever("pause", "pauseTrigger")
 async def pause(call: Call) -> Reply:
     """Pause a trigger: its processes take no messages within seconds; what is in hand is finished."""
-    triggering = call.service.offices.triggering
-    return Reply(_trigger(await triggering.pause(call.person, call.path["name"], reason=call.body.reason)))
+    triggering = call.service.operations.triggers
+    return Reply(_trigger(await triggering.pause(call.principal, call.path["name"], reason=call.body.reason)))
 
 
 @_lever("resume", "resumeTrigger")
 async def resume(call: Call) -> Reply:
     """Let a trigger take messages again."""
-    triggering = call.service.offices.triggering
-    return Reply(_trigger(await triggering.resume(call.person, call.path["name"], reason=call.body.reason)))
+    triggering = call.service.operations.triggers
+    return Reply(_trigger(await triggering.resume(call.principal, call.path["name"], reason=call.body.reason)))
 
 
-def _trigger(view: TriggerView) -> Trigger:
+def _trigger(view: TriggerInfo) -> TriggerResponse:
     pause = view.pause
-    return Trigger(
+    return TriggerResponse(
         name=view.name,
         queue_name=view.queue_name,
         adapter=view.adapter,
@@ -162,14 +161,14 @@ def _trigger(view: TriggerView) -> Trigger:
         paused_at=None if pause is None else instant(pause.paused_at_ms),
         pause_reason=None if pause is None else pause.reason,
         processes=[
-            TriggerProcess(process=each.process, seen_at=instant(each.seen_at_ms), health=dict(each.health))
+            TriggerProcessResponse(process=each.process, seen_at=instant(each.seen_at_ms), health=dict(each.health))
             for each in view.processes
         ],
     )
 
 
-def _execution(row: Row) -> Execution:
-    return Execution(
+def _execution(row: Row) -> ExecutionResponse:
+    return ExecutionResponse(
         tenant_id=row.tenant_id,
         id=row.id,
         message_id=row.message_id,

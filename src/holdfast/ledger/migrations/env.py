@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from holdfast.ledger.schema import metadata
-from holdfast.ledger.version import TABLE
+from holdfast.schema.columns import TABLE, metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

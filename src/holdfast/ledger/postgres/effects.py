@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from holdfast.core.job import JobKey
+from holdfast.core.text import clean
 from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.port import Effects, Held, JobKey, KeyState, Outcome, Reservation, Step
+from holdfast.ledger.port.effects import (
+    EffectKey,
+    EffectOutcome,
+    EffectState,
+    EffectStore,
+    Reservation,
+    Step,
+    holds_key,
+    rounds,
+)
 from holdfast.ledger.postgres.store import Connection, PostgresStore
-from holdfast.ledger.text import clean
-from holdfast.ledger.turns import is_held, turns
 
 #: A key that is freed between two statements is reserved again; more often than this it does not happen by chance.
 _ROUNDS: Final = 20
@@ -87,34 +96,34 @@ FROM job_steps JOIN unnest($1::text[], $2::text[], $3::text[], $4::int[]) AS wan
 _Key = tuple[str, str]
 
 
-class PostgresEffects(Effects):
+class PostgresEffectStore(EffectStore):
     """Role `Effects` of the PostgreSQL ledger."""
 
     def __init__(self, store: PostgresStore) -> None:
         self._store = store
 
-    async def reserve(self, wishes: Sequence[Reservation]) -> list[Held]:
-        async def work(connection: Connection) -> list[Held]:
-            answers: dict[int, Held] = {}
-            for turn in turns(wishes, lambda wish: (wish.tenant_id, wish.key)):
+    async def reserve(self, wishes: Sequence[Reservation]) -> list[EffectKey]:
+        async def work(connection: Connection) -> list[EffectKey]:
+            answers: dict[int, EffectKey] = {}
+            for turn in rounds(wishes, lambda wish: (wish.tenant_id, wish.key)):
                 found = await _reserve(connection, [wishes[number] for number in turn])
                 answers.update(zip(turn, found, strict=True))
             return [answers[number] for number in range(len(wishes))]
 
         return await self._store.transact(work)
 
-    async def conclude(self, outcomes: Sequence[Outcome]) -> list[bool]:
+    async def conclude(self, outcomes: Sequence[EffectOutcome]) -> list[bool]:
         async def work(connection: Connection) -> list[bool]:
             answers: dict[int, bool] = {}
-            for turn in turns(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
+            for turn in rounds(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
                 held = await _conclude(connection, [outcomes[number] for number in turn])
                 answers.update(zip(turn, held, strict=True))
             return [answers[number] for number in range(len(outcomes))]
 
         return await self._store.transact(work)
 
-    async def look(self, keys: Sequence[tuple[str, str]]) -> list[Held | None]:
-        async def work(connection: Connection) -> list[Held | None]:
+    async def get(self, keys: Sequence[tuple[str, str]]) -> list[EffectKey | None]:
+        async def work(connection: Connection) -> list[EffectKey | None]:
             found = await _look(connection, keys)
             return [found.get(key) for key in keys]
 
@@ -150,8 +159,8 @@ class PostgresEffects(Effects):
         return await self._store.transact(work)
 
 
-async def _reserve(connection: Connection, wishes: Sequence[Reservation]) -> list[Held]:
-    found: dict[_Key, Held] = {}
+async def _reserve(connection: Connection, wishes: Sequence[Reservation]) -> list[EffectKey]:
+    found: dict[_Key, EffectKey] = {}
     missing = list(wishes)
     for _ in range(_ROUNDS):
         rows = [
@@ -168,7 +177,7 @@ async def _reserve(connection: Connection, wishes: Sequence[Reservation]) -> lis
             )
             for w in missing
         ]
-        instead_of = [wish.instead_of for wish in missing if wish.instead_of]
+        instead_of = [wish.replaces_token for wish in missing if wish.replaces_token]
         found |= _by_key(await connection.fetch(_RESERVE, *_columns(rows, 9), instead_of))
         if taken := [key for wish in missing if (key := (wish.tenant_id, wish.key)) not in found]:
             found |= await _look(connection, taken)
@@ -179,19 +188,19 @@ async def _reserve(connection: Connection, wishes: Sequence[Reservation]) -> lis
     raise LedgerUnavailable("keys are reserved and freed faster than they can be looked at; try again")
 
 
-async def _look(connection: Connection, keys: Iterable[_Key]) -> dict[_Key, Held]:
+async def _look(connection: Connection, keys: Iterable[_Key]) -> dict[_Key, EffectKey]:
     return _by_key(await connection.fetch(_LOOK, *_columns(dict.fromkeys(keys), 2)))
 
 
-def _by_key(rows: Iterable[Any]) -> dict[_Key, Held]:
+def _by_key(rows: Iterable[Any]) -> dict[_Key, EffectKey]:
     return {(row["tenant_id"], row["key"]): _held(row) for row in rows}
 
 
-async def _conclude(connection: Connection, outcomes: Sequence[Outcome]) -> list[bool]:
+async def _conclude(connection: Connection, outcomes: Sequence[EffectOutcome]) -> list[bool]:
     rows = await connection.fetch(_LOCK, *_columns([(outcome.tenant_id, outcome.key) for outcome in outcomes], 2))
     tokens = {(row["tenant_id"], row["key"]): row["token"] for row in rows}
-    done = {(row["tenant_id"], row["key"]) for row in rows if row["state"] == KeyState.DONE}
-    held = [is_held(outcome, tokens.get((outcome.tenant_id, outcome.key))) for outcome in outcomes]
+    done = {(row["tenant_id"], row["key"]) for row in rows if row["state"] == EffectState.DONE}
+    held = [holds_key(outcome, tokens.get((outcome.tenant_id, outcome.key))) for outcome in outcomes]
     # What is done stays. Judged here and not in SQL, where `state <> 'done'` lures the planner into the index of keys
     # in doubt: it is full of dead entries, and each end would take longer than the last.
     ended = [
@@ -206,8 +215,8 @@ async def _conclude(connection: Connection, outcomes: Sequence[Outcome]) -> list
     return held
 
 
-def _ending(outcome: Outcome) -> tuple[Any, ...]:
-    value = outcome.value.decode() if outcome.value is not None and outcome.state is KeyState.DONE else None
+def _ending(outcome: EffectOutcome) -> tuple[Any, ...]:
+    value = outcome.value.decode() if outcome.value is not None and outcome.state is EffectState.DONE else None
     return (
         outcome.tenant_id,
         outcome.key,
@@ -215,14 +224,14 @@ def _ending(outcome: Outcome) -> tuple[Any, ...]:
         outcome.state,
         value,
         clean(outcome.reason) or None,
-        outcome.ttl_ms if outcome.state is KeyState.DONE else None,
+        outcome.ttl_ms if outcome.state is EffectState.DONE else None,
     )
 
 
-def _held(row: Any) -> Held:
+def _held(row: Any) -> EffectKey:
     value = row["value"]
-    return Held(
-        state=KeyState(row["state"]),
+    return EffectKey(
+        state=EffectState(row["state"]),
         token=row["token"],
         value=None if value is None else value.encode(),
         function=row["function"],

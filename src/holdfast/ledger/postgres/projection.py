@@ -17,43 +17,49 @@ from typing import Any, Final
 import asyncpg
 import msgspec
 
-from holdfast.core.job import Event
+from holdfast.core.job import Event, JobKey
+from holdfast.core.publishing import EventPublishing
 from holdfast.core.states import State
-from holdfast.engine.port import FeedEntry
+from holdfast.core.text import clean
+from holdfast.engine.port.feed import FeedEntry
 from holdfast.errors import HoldfastError, LedgerUnavailable
-from holdfast.ledger.asking import answers_of, ask_row, closing_row, deed_row, told
-from holdfast.ledger.folding import (
-    UNKNOWN_TASK,
+from holdfast.ledger.fold import (
     Anomaly,
-    Draft,
-    Folded,
-    Known,
-    Misfit,
+    BatchMismatch,
+    FoldedBatch,
+    JobDraft,
     Name,
-    assume,
-    cleaned,
-    fold,
-    halves,
+    RecordedJob,
+    fold_known,
+    fold_optimistic,
+    split_batch,
 )
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
-from holdfast.ledger.postgres import statements as sql
-from holdfast.ledger.postgres.copying import event_rows, job_rows, whole
-from holdfast.ledger.postgres.news import payload
-from holdfast.ledger.postgres.store import Connection, PostgresStore
-from holdfast.ledger.presence import Presence, wait_moved
-from holdfast.ledger.publishing import Publishing, published_rows
-from holdfast.ledger.rows import (
+from holdfast.ledger.fold_events import (
+    UNKNOWN_TASK,
+    approval_changes,
+    approval_closing_row,
+    approval_request_row,
+    audit_row,
+    feed_events,
+    sanitize_event,
+)
+from holdfast.ledger.fold_rows import (
     ANOMALY_COLUMNS,
     EVENT_COLUMNS,
     JOB_COLUMNS,
-    alike,
     anomaly_rows,
-    changes,
+    dead_letter_row,
     expedited_rows,
-    letter_row,
+    own_values,
+    published_rows,
+    shared_values,
 )
-from holdfast.ledger.text import clean
+from holdfast.ledger.port.ledger import FeedPosition, PositionMoved, Projection, ProjectionResult, RecordedDeadLetter
+from holdfast.ledger.postgres import projection_sql as sql
+from holdfast.ledger.postgres.binary_copy import as_stream, event_rows, job_rows
+from holdfast.ledger.postgres.notifications import payload
+from holdfast.ledger.postgres.store import Connection, PostgresStore
+from holdfast.ledger.waiters import RecordedWaiter, wait_position_change
 
 _log: Final = logging.getLogger("holdfast.ledger")
 
@@ -68,21 +74,21 @@ _MILLISECOND: Final = timedelta(milliseconds=1)
 class PostgresProjection(Projection):
     """The projector's writing end on PostgreSQL."""
 
-    def __init__(self, store: PostgresStore, publishing: Publishing | None = None) -> None:
+    def __init__(self, store: PostgresStore, publishing: EventPublishing | None = None) -> None:
         self._store = store
         self._publishing = publishing
-        self._presence = Presence(self._look, store.news)
+        self._presence = RecordedWaiter(self._look, store.news)
         #: Events written while the tables may be without statistics; None: they have some.
         self._unplanned: int | None = 0
 
     # Who projects ----------------------------------------------------------------------------------
 
-    async def take(self, queue: str, projector: str, lease_ms: int) -> Position | None:
+    async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
         wish = (queue, projector, lease_ms * _MILLISECOND)
         rows = await self._store.fetch(sql.TAKE, *wish) or await self._store.fetch(sql.TAKE_FIRST, *wish)
-        return Position(*rows[0]) if rows else None
+        return FeedPosition(*rows[0]) if rows else None
 
-    async def taken(self, queues: Sequence[str], projector: str) -> set[str]:
+    async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
         return {feed for (feed,) in await self._store.fetch(sql.TAKEN, queues, projector)}
 
     async def release(self, queue: str, projector: str) -> None:
@@ -92,7 +98,7 @@ class PostgresProjection(Projection):
 
     def prepare(self, queue: str, entries: Sequence[FeedEntry]) -> Any:
         try:
-            return _Ready(assume(told(entries, queue)), queue)
+            return _PreparedBatch(fold_optimistic(feed_events(entries, queue)), queue)
         except Exception as exc:
             if not _is_refused(exc):
                 raise
@@ -104,13 +110,13 @@ class PostgresProjection(Projection):
         queue: str,
         projector: str,
         lease_ms: int,
-        old: Position,
+        old: FeedPosition,
         entries: Sequence[FeedEntry],
         prepared: Any = None,
-    ) -> Projected:
+    ) -> ProjectionResult:
         if not old.position:
             await self._store.execute(sql.FIRST, queue)
-        at = Position(entries[-1].position, entries[-1].nonce)
+        at = FeedPosition(entries[-1].position, entries[-1].nonce)
         spoken = [entry for entry in entries if entry.position]
         move = (
             queue,
@@ -124,8 +130,8 @@ class PostgresProjection(Projection):
             [entry.position for entry in spoken],
             [entry.nonce for entry in spoken],
         )
-        events = list(told(entries, queue))
-        batch = _Batch(queue, self._publishing)
+        events = list(feed_events(entries, queue))
+        batch = _BatchWriter(queue, self._publishing)
         looked_up = False
 
         async def write(how: Callable[[Connection], Any], connection: Connection) -> tuple[int, int]:
@@ -135,17 +141,17 @@ class PostgresProjection(Projection):
             return done
 
         try:
-            ready = _Ready(assume(events), queue) if prepared is None else prepared
+            ready = _PreparedBatch(fold_optimistic(events), queue) if prepared is None else prepared
             anomalies, letters = await self._store.transact(partial(write, batch.writer(ready)))
         except Exception as exc:
             if not _is_refused(exc):
                 raise
             _log.debug("a batch of %s is looked up: %r", queue, exc)
-            looked_up, careful = True, [cleaned(event) for event in events]
+            looked_up, careful = True, [sanitize_event(event) for event in events]
             anomalies, letters = await self._store.transact(partial(write, batch.careful_writer(careful)))
         if self._unplanned is not None:
             await self._see_to_statistics(len(events))
-        return Projected(at, len(events), anomalies, letters, looked_up)
+        return ProjectionResult(at, len(events), anomalies, letters, looked_up)
 
     async def _see_to_statistics(self, events: int) -> None:
         """New tables have none until autovacuum comes by, a minute later; till then look-ups take the wrong index."""
@@ -163,38 +169,40 @@ class PostgresProjection(Projection):
 
     # Looking ---------------------------------------------------------------------------------------
 
-    async def written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
+    async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
         rows = await self._store.fetch(
             sql.WRITTEN, queue, [entry.position for entry in entries], [entry.nonce for entry in entries]
         )
         return {row[0] for row in rows}
 
-    async def unacked(self, queue: str, limit: int, after: DeadLetter | None = None) -> list[DeadLetter]:
+    async def unacked_dead_letters(
+        self, queue: str, limit: int, after: RecordedDeadLetter | None = None
+    ) -> list[RecordedDeadLetter]:
         last = (after.key.tenant_id, after.dlq_id) if after else ("", "")
         rows = await self._store.fetch(sql.UNACKED, queue, limit, *last)
-        return [DeadLetter(JobKey(tenant_id, queue, job_id), dlq_id) for tenant_id, job_id, dlq_id in rows]
+        return [RecordedDeadLetter(JobKey(tenant_id, queue, job_id), dlq_id) for tenant_id, job_id, dlq_id in rows]
 
-    async def letters(self, keys: Sequence[JobKey]) -> list[DeadLetter]:
-        found: list[DeadLetter] = []
+    async def dead_letters(self, keys: Sequence[JobKey]) -> list[RecordedDeadLetter]:
+        found: list[RecordedDeadLetter] = []
         for queue in {key.queue for key in keys}:
             some = [key for key in keys if key.queue == queue]
             tenants, ids = [clean(key.tenant_id) for key in some], [clean(key.job_id) for key in some]
             rows = await self._store.fetch(sql.LETTERS, queue, tenants, ids)
-            found += [DeadLetter(some[place - 1], dlq_id) for place, dlq_id in rows]
+            found += [RecordedDeadLetter(some[place - 1], dlq_id) for place, dlq_id in rows]
         return found
 
-    async def ack(self, letters: Sequence[DeadLetter]) -> None:
+    async def ack_dead_letters(self, letters: Sequence[RecordedDeadLetter]) -> None:
         tenants = [letter.key.tenant_id for letter in letters]
         await self._store.execute(sql.ACK, tenants, [letter.dlq_id for letter in letters])
 
-    async def position(self, queue: str) -> Position:
+    async def position(self, queue: str) -> FeedPosition:
         rows = await self._store.fetch(sql.POSITION, queue)
-        return Position(*rows[0]) if rows else Position()
+        return FeedPosition(*rows[0]) if rows else FeedPosition()
 
-    async def wait_moved(self, queue: str, than: Position, wait_ms: int) -> Position:
-        return await wait_moved(self, self._store.news, queue, than, wait_ms)
+    async def wait_position_change(self, queue: str, than: FeedPosition, wait_ms: int) -> FeedPosition:
+        return await wait_position_change(self, self._store.news, queue, than, wait_ms)
 
-    async def wait_present(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
+    async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
         return await self._presence.wait(keys, wait_ms)
 
     async def close(self) -> None:
@@ -206,33 +214,33 @@ class PostgresProjection(Projection):
         return {keys[place - 1] for (place,) in await self._store.fetch(sql.PRESENT, queue, tenants, ids)}
 
 
-class _Ready:
+class _PreparedBatch:
     """A folded batch as the database wants it: rows of new jobs; for each kind of update its jobs and their arrays."""
 
-    def __init__(self, folded: Folded, queue: str) -> None:
+    def __init__(self, folded: FoldedBatch, queue: str) -> None:
         self.folded = folded
         new = [draft for draft in folded.drafts if draft.creation is not None]
         self.new = job_rows(new, queue) if new else b""
-        kinds: dict[str, list[Draft]] = {}
+        kinds: dict[str, list[JobDraft]] = {}
         for draft in folded.drafts:
             if draft.creation is None:
                 kinds.setdefault(_kind(draft), []).append(draft)
         self.updates = {statement: (drafts, _arrays(statement, drafts)) for statement, drafts in kinds.items()}
         self.expedited = expedited_rows(folded.drafts, _instant)
-        asked, closed = answers_of(folded.drafts)
-        self.asks = [ask_row(*one, _instant) for one in asked]
-        self.closed = [closing_row(closing, _instant) for closing in closed]
-        self.deeds = [deed_row(event, queue, _instant) for event in folded.deeds]
+        asked, closed = approval_changes(folded.drafts)
+        self.asks = [approval_request_row(*one, _instant) for one in asked]
+        self.closed = [approval_closing_row(closing, _instant) for closing in closed]
+        self.deeds = [audit_row(event, queue, _instant) for event in folded.audit_events]
 
 
-class _Batch:
+class _BatchWriter:
     """The rows of one batch of one queue, on a connection in a transaction."""
 
-    def __init__(self, queue: str, publishing: Publishing | None) -> None:
+    def __init__(self, queue: str, publishing: EventPublishing | None) -> None:
         self._queue = queue
         self._publishing = publishing
 
-    def writer(self, ready: _Ready) -> Callable[[Connection], Any]:
+    def writer(self, ready: _PreparedBatch) -> Callable[[Connection], Any]:
         """The fast way: raises `Misfit` if a row does not fit."""
         return lambda connection: self._write(connection, ready)
 
@@ -243,15 +251,15 @@ class _Batch:
     async def _write_carefully(self, connection: Connection, events: list[Event]) -> tuple[int, int]:
         await connection.execute("SAVEPOINT part")
         try:
-            folded = fold(events, await self._look_up(connection, events))
-            done = await self._write(connection, _Ready(folded, self._queue))
+            folded = fold_known(events, await self._look_up(connection, events))
+            done = await self._write(connection, _PreparedBatch(folded, self._queue))
         except Exception as exc:
             if not _is_refused(exc):
                 raise
             await connection.execute("ROLLBACK TO SAVEPOINT part")
             if len(events) == 1:
                 return await self._give_up(connection, events[0], exc), 0
-            parts = [await self._write_carefully(connection, half) for half in halves(events)]
+            parts = [await self._write_carefully(connection, half) for half in split_batch(events)]
             return sum(anomalies for anomalies, _ in parts), sum(letters for _, letters in parts)
         await connection.execute("RELEASE SAVEPOINT part")
         return done
@@ -267,14 +275,14 @@ class _Batch:
             _log.error("nor can it be kept as an anomaly: %s", exc)
         return 1
 
-    async def _look_up(self, connection: Connection, events: Iterable[Event]) -> dict[Name, Known]:
+    async def _look_up(self, connection: Connection, events: Iterable[Event]) -> dict[Name, RecordedJob]:
         names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
         rows = await connection.fetch(
             sql.LOOK_UP, self._queue, [name[0] for name in names], [name[1] for name in names]
         )
-        return {names[place - 1]: Known(State(state), *counts) for place, state, *counts in rows}
+        return {names[place - 1]: RecordedJob(State(state), *counts) for place, state, *counts in rows}
 
-    async def _write(self, connection: Connection, ready: _Ready) -> tuple[int, int]:
+    async def _write(self, connection: Connection, ready: _PreparedBatch) -> tuple[int, int]:
         """Anomalies and dead letters that were written."""
         folded, drafts = ready.folded, ready.folded.drafts
         if ready.expedited:
@@ -282,7 +290,7 @@ class _Batch:
         for statement, (some, arrays) in ready.updates.items():
             await self._update(connection, statement, some, arrays)
         if ready.new:
-            await connection.copy_to_table("jobs", source=whole(ready.new), columns=JOB_COLUMNS, format="binary")
+            await connection.copy_to_table("jobs", source=as_stream(ready.new), columns=JOB_COLUMNS, format="binary")
         events = event_rows(drafts, self._queue)
         await connection.copy_to_table("job_events", source=events, columns=EVENT_COLUMNS, format="binary")
         if self._publishing is not None:
@@ -293,36 +301,36 @@ class _Batch:
             await connection.execute(sql.CLOSE, self._queue, *zip(*ready.closed, strict=True))
         if ready.deeds:
             await connection.execute(sql.DEEDS, *zip(*ready.deeds, strict=True))
-        letters = [draft for draft in drafts if draft.letter is not None]
+        letters = [draft for draft in drafts if draft.dead_letter is not None]
         if letters:
             await self._bury(connection, letters)
         if folded.anomalies:
             await self._note_anomalies(connection, folded.anomalies)
         return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
 
-    async def _publish(self, connection: Connection, publishing: Publishing, drafts: Sequence[Draft]) -> None:
+    async def _publish(self, connection: Connection, publishing: EventPublishing, drafts: Sequence[JobDraft]) -> None:
         rows = published_rows(publishing, drafts, self._queue, _instant)
         if rows:
             await connection.execute(sql.PUBLISH, *zip(*rows, strict=True))
 
     async def _update(
-        self, connection: Connection, statement: str, drafts: Sequence[Draft], arrays: Sequence[Any]
+        self, connection: Connection, statement: str, drafts: Sequence[JobDraft], arrays: Sequence[Any]
     ) -> None:
         rows = await connection.fetch(statement, self._queue, *arrays)
         if len(rows) != len(drafts):
-            raise Misfit(f"{len(drafts) - len(rows)} of {len(drafts)} jobs are elsewhere")
+            raise BatchMismatch(f"{len(drafts) - len(rows)} of {len(drafts)} jobs are elsewhere")
         for place, last_seq in rows:
             draft = drafts[place - 1]
             draft.seq = last_seq - len(draft.events)
 
-    async def _bury(self, connection: Connection, drafts: Sequence[Draft]) -> None:
+    async def _bury(self, connection: Connection, drafts: Sequence[JobDraft]) -> None:
         tenants, ids = [draft.tenant_id for draft in drafts], [draft.job_id for draft in drafts]
         stories: list[list[Event]] = [[] for _ in drafts]
         types = [UNKNOWN_TASK] * len(drafts)
         for place, job_type, *row in await connection.fetch(sql.STORIES, self._queue, tenants, ids):
             stories[place - 1].append(_event(ids[place - 1], *row))
             types[place - 1] = job_type
-        rows = [letter_row(*of_one, _instant) for of_one in zip(drafts, types, stories, strict=True)]
+        rows = [dead_letter_row(*of_one, _instant) for of_one in zip(drafts, types, stories, strict=True)]
         await connection.execute(sql.BURY, self._queue, *zip(*rows, strict=True))
 
     async def _note_anomalies(self, connection: Connection, anomalies: Sequence[Anomaly]) -> None:
@@ -339,7 +347,7 @@ def _instant(ms: int) -> datetime | None:
 # Rows of the updates -------------------------------------------------------------------------------
 
 
-def _kind(draft: Draft) -> str:
+def _kind(draft: JobDraft) -> str:
     if draft.state is None:
         return sql.NOTE
     if draft.state is State.SUCCEEDED and not draft.run_at_ms and draft.dlq_id is None:
@@ -350,18 +358,18 @@ def _kind(draft: Draft) -> str:
 
 
 #: What a job has for itself.
-_OWN: Final[dict[str, Callable[[Draft], tuple[Any, ...]]]] = {
+_OWN: Final[dict[str, Callable[[JobDraft], tuple[Any, ...]]]] = {
     sql.NOTE: lambda draft: (draft.job_id,),
     sql.CLAIM: lambda draft: (draft.job_id, _instant(draft.at_ms), draft.worker),
     sql.SUCCEED: lambda draft: (draft.job_id, _instant(draft.at_ms), draft.result),
-    sql.CHANGE: lambda draft: (draft.job_id, _instant(draft.at_ms), *changes(draft, _instant)),
+    sql.CHANGE: lambda draft: (draft.job_id, _instant(draft.at_ms), *own_values(draft, _instant)),
 }
 
 
-def _arrays(statement: str, drafts: Sequence[Draft]) -> list[Sequence[Any]]:
+def _arrays(statement: str, drafts: Sequence[JobDraft]) -> list[Sequence[Any]]:
     """The statement's arguments: each job's own values, which combination it has, and the combinations."""
     combinations: dict[tuple[Any, ...], int] = {}
-    which = [combinations.setdefault(alike(draft), len(combinations) + 1) for draft in drafts]
+    which = [combinations.setdefault(shared_values(draft), len(combinations) + 1) for draft in drafts]
     own = zip(*map(_OWN[statement], drafts), strict=True)
     return [*own, which, *zip(*combinations, strict=True)]
 
@@ -387,4 +395,4 @@ def _is_refused(error: Exception) -> bool:
         return (error.sqlstate or "").startswith(("22", "23", "54"))
     if isinstance(error, HoldfastError | PositionMoved):
         return False
-    return isinstance(error, Misfit | ValueError | TypeError | OverflowError | KeyError | AttributeError)
+    return isinstance(error, BatchMismatch | ValueError | TypeError | OverflowError | KeyError | AttributeError)

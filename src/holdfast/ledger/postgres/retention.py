@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
+from holdfast.ledger.port.ledger import KEEP_ENTRIES_MS, PruneCursors
 from holdfast.ledger.postgres.store import Connection, PostgresStore
-from holdfast.ledger.retention import KEEP_ENTRIES_MS, Marks
 
 #: Each tenant that a table has, without reading the table: from one to the next in its primary key.
 _TENANTS: Final = """
@@ -156,7 +156,7 @@ SELECT count(*) FROM dropped
 """
 
 
-async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
+async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
     """At most about `limit` rows; how many went."""
     keep, entries = timedelta(milliseconds=keep_ms), timedelta(milliseconds=max(keep_ms, KEEP_ENTRIES_MS))
 
@@ -164,7 +164,7 @@ async def prune(store: PostgresStore, keep_ms: int, limit: int, marks: Marks | N
     jobs = max(1, limit // 4)
     prune_jobs = PRUNE_JOBS.format(jobs=jobs, events=max(1, limit - jobs))
 
-    moved: Marks = {}
+    moved: PruneCursors = {}
 
     async def work(connection: Connection) -> int:
         gone = 0

@@ -20,14 +20,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from holdfast.errors import InvalidOption, LedgerUnavailable
 from holdfast.ledger.postgres.errors import DOWN, is_lost, translate, translated
-from holdfast.ledger.postgres.news import News
+from holdfast.ledger.postgres.notifications import NotifyListener
 
 T = TypeVar("T")
 
 Connection = asyncpg.pool.PoolConnectionProxy
 Work = Callable[[Connection], Awaitable[T]]
 #: Looks at a ledger before anything else does, and raises if it is not ours to use.
-Guard = Callable[[asyncpg.Connection, str], Awaitable[None]]
+StoreCheck = Callable[[asyncpg.Connection, str], Awaitable[None]]
 
 #: What a URL may say after `?`; the rest of libpq's options would be ignored silently.
 _OPTIONS: Final = frozenset({"sslmode", "sslrootcert", "sslcert", "sslkey", "application_name", "options"})
@@ -39,14 +39,14 @@ _KEPT_READERS: Final = 1
 _CLOSE_S: Final = 1.0
 
 
-class Address(msgspec.Struct, frozen=True):
+class PostgresAddress(msgspec.Struct, frozen=True):
     """A checked URL. `name` may be shown: it has no password."""
 
     dsn: str
     name: str
 
     @classmethod
-    def parse(cls, url: str) -> Address:
+    def parse(cls, url: str) -> PostgresAddress:
         """Raises `InvalidOption` if it is none; the message does not repeat it, since it may hold a password."""
         try:
             parts = urlsplit(url)
@@ -91,24 +91,24 @@ class StoreOptions(msgspec.Struct, frozen=True):
 class PostgresStore:
     """Used on one event loop. Connects when first needed."""
 
-    def __init__(self, url: str, options: StoreOptions | None = None, guard: Guard | None = None) -> None:
+    def __init__(self, url: str, options: StoreOptions | None = None, guard: StoreCheck | None = None) -> None:
         self._guard = guard
         self._trusted = guard is None
-        self.address = Address.parse(url)
+        self.address = PostgresAddress.parse(url)
         self.url = url
         self.options = options or StoreOptions()
         self._pool: asyncpg.Pool | None = None
         self._making: asyncio.Lock | None = None
         self._readers: AsyncEngine | None = None
         self._closed = False
-        self.news = News(self.connect, self.address.name)
+        self.news = NotifyListener(self.connect, self.address.name)
 
     @property
     def name(self) -> str:
         """For messages: the URL without its password."""
         return self.address.name
 
-    def sibling(self) -> PostgresStore:
+    def clone(self) -> PostgresStore:
         """Connections of its own, for another event loop."""
         return PostgresStore(self.url, self.options, self._guard)
 
@@ -293,7 +293,7 @@ class PostgresStore:
     # Reading ---------------------------------------------------------------------------------------
 
     @property
-    def readers(self) -> AsyncEngine:
+    def read_engine(self) -> AsyncEngine:
         """SQLAlchemy's engine, for queries. Errors of the store come out of it as `LedgerUnavailable`."""
         if self._readers is None:
             self._readers = create_async_engine(

@@ -6,16 +6,26 @@ gives up the interpreter's lock and has to win it back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from holdfast.clock import Clock
-from holdfast.engine.sqlite.transaction import Transaction
-from holdfast.ledger.port import Effects, Held, JobKey, KeyState, Outcome, Reservation, Step
-from holdfast.ledger.text import clean
-from holdfast.ledger.turns import is_held, turns
+from holdfast.core.job import JobKey
+from holdfast.core.text import clean
+from holdfast.ledger.port.effects import (
+    EffectKey,
+    EffectOutcome,
+    EffectState,
+    EffectStore,
+    Reservation,
+    Step,
+    holds_key,
+    rounds,
+)
+from holdfast.sqlite.transaction import Transaction
+from holdfast.sqlite.writer import FileWriter
 
 T = TypeVar("T")
 
@@ -83,7 +93,7 @@ FROM json_each(:rows) AS row JOIN job_steps AS step
 """  # noqa: S608 - names of our own
 
 #: tenant, key, state, value, function, fingerprint, token, queue, job, attempt, worker, reason, updated
-_HeldRow = tuple[str, str, KeyState, str | None, str, str, str, str, str, int, str, str, int]
+_HeldRow = tuple[str, str, EffectState, str | None, str, str, str, str, str, int, str, str, int]
 _StepRow = tuple[str, str, str, int, str, str, int]
 _held_rows: Final = msgspec.json.Decoder(list[_HeldRow])
 _step_rows: Final = msgspec.json.Decoder(list[_StepRow])
@@ -91,26 +101,20 @@ _step_rows: Final = msgspec.json.Decoder(list[_StepRow])
 _Key = tuple[str, str]
 
 
-class Store(Protocol):
-    """The file's writer."""
-
-    async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T: ...
-
-
-class SqliteEffects(Effects):
+class SqliteEffectStore(EffectStore):
     """Role `Effects` of a ledger on SQLite, in a file of its own or in the engine's."""
 
-    def __init__(self, store: Store, clock: Clock) -> None:
+    def __init__(self, store: FileWriter, clock: Clock) -> None:
         self._store = store
         self._clock = clock
 
-    async def reserve(self, wishes: Sequence[Reservation]) -> list[Held]:
+    async def reserve(self, wishes: Sequence[Reservation]) -> list[EffectKey]:
         return await self._store.write(_reserve, wishes, self._clock.now_ms())
 
-    async def conclude(self, outcomes: Sequence[Outcome]) -> list[bool]:
+    async def conclude(self, outcomes: Sequence[EffectOutcome]) -> list[bool]:
         return await self._store.write(_conclude, outcomes, self._clock.now_ms())
 
-    async def look(self, keys: Sequence[tuple[str, str]]) -> list[Held | None]:
+    async def get(self, keys: Sequence[tuple[str, str]]) -> list[EffectKey | None]:
         found = await self._store.write(_look, keys, lazy=True)
         return [found.get(key) for key in keys]
 
@@ -128,9 +132,9 @@ class SqliteEffects(Effects):
 # In the writer's thread ----------------------------------------------------------------------------
 
 
-def _reserve(transaction: Transaction, wishes: Sequence[Reservation], now_ms: int) -> list[Held]:
-    answers: dict[int, Held] = {}
-    for turn in turns(wishes, lambda wish: (wish.tenant_id, wish.key)):
+def _reserve(transaction: Transaction, wishes: Sequence[Reservation], now_ms: int) -> list[EffectKey]:
+    answers: dict[int, EffectKey] = {}
+    for turn in rounds(wishes, lambda wish: (wish.tenant_id, wish.key)):
         mine = [wishes[number] for number in turn]
         rows = [
             (
@@ -146,26 +150,26 @@ def _reserve(transaction: Transaction, wishes: Sequence[Reservation], now_ms: in
             )
             for w in mine
         ]
-        instead_of = [wish.instead_of for wish in mine if wish.instead_of]
+        instead_of = [wish.replaces_token for wish in mine if wish.replaces_token]
         transaction.execute(_RESERVE, {"rows": _json(rows), "instead_of": _json(instead_of), "now_ms": now_ms})
         found = _look(transaction, [(wish.tenant_id, wish.key) for wish in mine])
         answers |= {number: found[wish.tenant_id, wish.key] for number, wish in zip(turn, mine, strict=True)}
     return [answers[number] for number in range(len(wishes))]
 
 
-def _look(transaction: Transaction, keys: Iterable[_Key]) -> dict[_Key, Held]:
+def _look(transaction: Transaction, keys: Iterable[_Key]) -> dict[_Key, EffectKey]:
     (text,) = transaction.execute(_LOOK, {"keys": _json(list(dict.fromkeys(keys)))}).fetchone()
     return {(row[0], row[1]): _held(row) for row in _held_rows.decode(text)}
 
 
-def _conclude(transaction: Transaction, outcomes: Sequence[Outcome], now_ms: int) -> list[bool]:
+def _conclude(transaction: Transaction, outcomes: Sequence[EffectOutcome], now_ms: int) -> list[bool]:
     answers: dict[int, bool] = {}
-    for turn in turns(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
+    for turn in rounds(outcomes, lambda outcome: (outcome.tenant_id, outcome.key)):
         mine = [outcomes[number] for number in turn]
         found = _look(transaction, [(outcome.tenant_id, outcome.key) for outcome in mine])
         for number, outcome in zip(turn, mine, strict=True):
             held = found.get((outcome.tenant_id, outcome.key))
-            answers[number] = is_held(outcome, None if held is None else held.token)
+            answers[number] = holds_key(outcome, None if held is None else held.token)
         kept = [_ending(outcome) for outcome in mine if outcome.state is not None]
         freed = [(outcome.tenant_id, outcome.key, outcome.token) for outcome in mine if outcome.state is None]
         if kept:
@@ -193,16 +197,16 @@ def _record(transaction: Transaction, steps: Sequence[Step], now_ms: int) -> lis
     return [recorded[_cleaned(step.key), step.position] for step in steps]
 
 
-def _ending(outcome: Outcome) -> tuple[Any, ...]:
-    done = outcome.state is KeyState.DONE
+def _ending(outcome: EffectOutcome) -> tuple[Any, ...]:
+    done = outcome.state is EffectState.DONE
     value = outcome.value.decode() if done and outcome.value is not None else None
     reason, ttl_ms = clean(outcome.reason) or None, outcome.ttl_ms if done else None
     return (outcome.tenant_id, outcome.key, outcome.token, outcome.state, value, reason, ttl_ms)
 
 
-def _held(row: _HeldRow) -> Held:
+def _held(row: _HeldRow) -> EffectKey:
     _, _, state, value, function, fingerprint, token, queue, job_id, attempt, worker, reason, updated_at_ms = row
-    return Held(
+    return EffectKey(
         state=state,
         token=token,
         value=None if value is None else value.encode(),

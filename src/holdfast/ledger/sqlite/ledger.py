@@ -1,43 +1,90 @@
-"""The ledger in a SQLite file of its own: its roles, put together."""
+"""The ledger on SQLite, in its own file or the engine's: its roles, owner check and `doctor` findings.
+
+`SqliteLedger` has its own file. `owner_check` refuses one of another namespace; the tables are checked where the file
+is opened. `EmbeddedLedger` is in the engine's file: the engine's transaction writes jobs, events and dead letters, and
+the other tables are in the same file behind the same writer. It is cheap to create: SQLAlchemy is loaded by the first
+query, because most programs on SQLite only submit and work.
+"""
 
 from __future__ import annotations
 
+from sqlalchemy import func, select
+
 from holdfast.clock import Clock
-from holdfast.engine.port import Finding
-from holdfast.ledger.outbox_store import OutboxStore
-from holdfast.ledger.people import People
-from holdfast.ledger.port import Effects, Projection, Recovery
-from holdfast.ledger.publishing import Publishing
-from holdfast.ledger.queries import Queries
+from holdfast.core.publishing import EventPublishing
+from holdfast.engine.port.reads import Finding
+from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
+from holdfast.ledger.checks import READ_OWNER, check_owner, engine_changed, outbox_findings
+from holdfast.ledger.port.effects import EffectStore
+from holdfast.ledger.port.ledger import Projection, PruneCursors, Recovery
+from holdfast.ledger.port.messages import OutboxStore, TriggerStore
+from holdfast.ledger.port.operators import OperatorStore
+from holdfast.ledger.queries.jobs import Queries
+from holdfast.ledger.queries.operators import PendingNotifications
 from holdfast.ledger.recovery import SqlRecovery
-from holdfast.ledger.retention import Marks
-from holdfast.ledger.sqlite import diagnosis, retention
-from holdfast.ledger.sqlite.effects import SqliteEffects
-from holdfast.ledger.sqlite.outbox import SqliteOutbox
-from holdfast.ledger.sqlite.people import SqlitePeople
+from holdfast.ledger.sqlite import retention
+from holdfast.ledger.sqlite.effects import SqliteEffectStore
+from holdfast.ledger.sqlite.outbox import SqliteOutboxStore
 from holdfast.ledger.sqlite.projection import SqliteProjection
-from holdfast.ledger.sqlite.store import SqliteStore
-from holdfast.ledger.sqlite.telling import SqliteMarks
-from holdfast.ledger.sqlite.triggers import SqliteTriggers
-from holdfast.ledger.telling import Telling
-from holdfast.ledger.trigger_book import TriggerBook
+from holdfast.ledger.sqlite.store import Guard, SqliteLedgerStore
+from holdfast.ledger.sqlite.transactions import SqliteNotificationMarks, SqliteOperatorStore, SqliteTriggerStore
+from holdfast.schema import anomalies
+from holdfast.schema.columns import HEAD
+from holdfast.sqlite.transaction import Transaction
+
+_CLAIM = "INSERT INTO ledger_owner (id, namespace, engine, since) VALUES (1, ?, ?, ?)"
+_NOTE = "UPDATE ledger_owner SET engine = ?"
+
+
+def owner_check(namespace: str, clock: Clock, engine: str = "") -> Guard:
+    """Raises `InvalidOption` for another namespace's ledger; warns if it was another engine's."""
+
+    def look(transaction: Transaction, where: str) -> None:
+        row = transaction.execute(READ_OWNER).fetchone()
+        if row is None:
+            transaction.execute(_CLAIM, (namespace, engine, clock.now_ms()))
+            return
+        check_owner(where, row[0], namespace)
+        if engine_changed(where, row[1], engine):
+            transaction.execute(_NOTE, (engine,))
+
+    return look
+
+
+async def examine(store: SqliteLedgerStore, outbox: OutboxStore) -> list[Finding]:
+    """Never raises for a file that cannot be used: that is the finding."""
+    try:
+        await store.open()
+        async with store.read_engine.connect() as connection:
+            odd = (await connection.execute(select(func.count()).select_from(anomalies))).scalar_one()
+        backlog, now_ms = await outbox.backlog(), await outbox.now_ms()
+    except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
+        said, _, advice = str(exc).rpartition("; ")
+        return [Finding("ledger", False, said or str(exc), advice)]
+    findings = [Finding("ledger", True, f"{store.name}, schema {HEAD}")]
+    if odd:
+        found = f"{odd} events did not fit their job's story"
+        findings.append(
+            Finding("ledger anomalies", False, found, "`holdfast verify --ledger` lists them", warning=True)
+        )
+    return findings + outbox_findings(backlog, now_ms)
 
 
 class SqliteLedger:
     """A ledger in a SQLite file of its own."""
 
-    def __init__(self, store: SqliteStore, clock: Clock, publishing: Publishing | None = None) -> None:
+    def __init__(self, store: SqliteLedgerStore, clock: Clock, publishing: EventPublishing | None = None) -> None:
         self.store = store
         self._clock = clock
         self._publishing = publishing
         self.projection: Projection = SqliteProjection(store, clock, publishing)
-        self.effects: Effects = SqliteEffects(store, clock)
-        self.people: People = SqlitePeople(store, clock)
-        self.telling = Telling(store.readers, SqliteMarks(store, clock))
-        self.triggers: TriggerBook = SqliteTriggers(store, clock)
-        self.outbox: OutboxStore = SqliteOutbox(store, clock)
-        self.recovery: Recovery = SqlRecovery(store.readers)
-        self.queries = Queries(store.readers)
+        self.effects: EffectStore = SqliteEffectStore(store, clock)
+        self.operators: OperatorStore = SqliteOperatorStore(store, clock)
+        self.notifications = PendingNotifications(store.read_engine, SqliteNotificationMarks(store, clock))
+        self.triggers: TriggerStore = SqliteTriggerStore(store, clock)
+        self.outbox: OutboxStore = SqliteOutboxStore(store, clock)
+        self.recovery: Recovery = SqlRecovery(store.read_engine)
+        self.queries = Queries(store.read_engine)
 
     async def open(self) -> None:
         await self.store.open()
@@ -47,11 +94,11 @@ class SqliteLedger:
         await self.outbox.close()
         await self.store.close()
 
-    def sibling(self) -> SqliteLedger:
+    def clone(self) -> SqliteLedger:
         return SqliteLedger(self.store.sibling(), self._clock, self._publishing)
 
-    async def prune(self, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
+    async def prune(self, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
         return await self.store.write(retention.prune, self._clock.now_ms(), keep_ms, limit, marks)
 
     async def diagnose(self) -> list[Finding]:
-        return await diagnosis.examine(self.store, self.outbox)
+        return await examine(self.store, self.outbox)

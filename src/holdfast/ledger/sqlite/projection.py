@@ -14,41 +14,47 @@ from typing import Any, Final
 import msgspec
 
 from holdfast.clock import Clock
-from holdfast.core.job import Event
+from holdfast.core.codec import to_json
+from holdfast.core.job import Event, JobKey
+from holdfast.core.publishing import OUTBOX_CHANGED, EventPublishing
 from holdfast.core.states import State
-from holdfast.engine.port import FeedEntry
-from holdfast.engine.sqlite.transaction import Transaction
-from holdfast.ledger.asking import answers_of, ask_row, closing_row, deed_row, told
-from holdfast.ledger.folding import (
-    UNKNOWN_TASK,
+from holdfast.core.text import clean
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.ledger.fold import (
     Anomaly,
-    Draft,
-    Folded,
-    Known,
-    Misfit,
+    BatchMismatch,
+    FoldedBatch,
+    JobDraft,
     Name,
-    cleaned,
-    fold,
-    halves,
-    to_json,
+    RecordedJob,
+    fold_known,
+    split_batch,
 )
-from holdfast.ledger.keys import JobKey
-from holdfast.ledger.port import DeadLetter, Position, PositionMoved, Projected, Projection
-from holdfast.ledger.presence import Presence, wait_moved
-from holdfast.ledger.publishing import OUTBOX_NEWS, Publishing, published_rows
-from holdfast.ledger.rows import (
+from holdfast.ledger.fold_events import (
+    UNKNOWN_TASK,
     Row,
-    alike,
+    approval_changes,
+    approval_closing_row,
+    approval_request_row,
+    audit_row,
+    feed_events,
+    sanitize_event,
+)
+from holdfast.ledger.fold_rows import (
     anomaly_rows,
-    changes,
+    dead_letter_row,
     event_rows,
     expedited_rows,
     job_row,
-    letter_row,
+    own_values,
+    published_rows,
+    shared_values,
 )
-from holdfast.ledger.sqlite import statements as sql
-from holdfast.ledger.sqlite.store import SqliteStore
-from holdfast.ledger.text import clean
+from holdfast.ledger.port.ledger import FeedPosition, PositionMoved, Projection, ProjectionResult, RecordedDeadLetter
+from holdfast.ledger.sqlite import projection_sql as sql
+from holdfast.ledger.sqlite.store import SqliteLedgerStore
+from holdfast.ledger.waiters import RecordedWaiter, wait_position_change
+from holdfast.sqlite.transaction import Transaction
 
 _log: Final = logging.getLogger("holdfast.ledger")
 
@@ -56,21 +62,21 @@ _log: Final = logging.getLogger("holdfast.ledger")
 class SqliteProjection(Projection):
     """The projector's writing end on a SQLite file."""
 
-    def __init__(self, store: SqliteStore, clock: Clock, publishing: Publishing | None = None) -> None:
+    def __init__(self, store: SqliteLedgerStore, clock: Clock, publishing: EventPublishing | None = None) -> None:
         self._store = store
         self._publishing = publishing
         self._clock = clock
-        self._presence = Presence(self._look, store.news)
+        self._presence = RecordedWaiter(self._look, store.news)
 
     # Who projects ----------------------------------------------------------------------------------
 
-    async def take(self, queue: str, projector: str, lease_ms: int) -> Position | None:
+    async def acquire(self, queue: str, projector: str, lease_ms: int) -> FeedPosition | None:
         now_ms = self._clock.now_ms()
         values = {"queue": queue, "projector": projector, "until": now_ms + lease_ms, "now": now_ms}
         row = await self._store.write(lambda transaction: transaction.execute(sql.TAKE, values).fetchone())
-        return Position(*row) if row else None
+        return FeedPosition(*row) if row else None
 
-    async def taken(self, queues: Sequence[str], projector: str) -> set[str]:
+    async def held_by_others(self, queues: Sequence[str], projector: str) -> set[str]:
         values = {"queues": to_json(list(queues)), "projector": projector, "now": self._clock.now_ms()}
         return set(await self._read(sql.TAKEN, values))
 
@@ -87,11 +93,11 @@ class SqliteProjection(Projection):
         queue: str,
         projector: str,
         lease_ms: int,
-        old: Position,
+        old: FeedPosition,
         entries: Sequence[FeedEntry],
         prepared: Any = None,
-    ) -> Projected:
-        events = [cleaned(event) for event in told(entries, queue)]
+    ) -> ProjectionResult:
+        events = [sanitize_event(event) for event in feed_events(entries, queue)]
         now_ms, last = self._clock.now_ms(), entries[-1]
         move = {
             "queue": queue,
@@ -115,38 +121,42 @@ class SqliteProjection(Projection):
             return _write_carefully(transaction, queue, events, self._publishing)
 
         anomalies, letters = await self._store.write(write)
-        return Projected(Position(last.position, last.nonce), len(events), anomalies, letters)
+        return ProjectionResult(FeedPosition(last.position, last.nonce), len(events), anomalies, letters)
 
     # Looking ---------------------------------------------------------------------------------------
 
-    async def written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
+    async def already_written(self, queue: str, entries: Sequence[FeedEntry]) -> set[str]:
         rows = to_json([(entry.position, entry.nonce) for entry in entries])
         return set(await self._read(sql.WRITTEN, {"queue": queue, "rows": rows}))
 
-    async def unacked(self, queue: str, limit: int, after: DeadLetter | None = None) -> list[DeadLetter]:
+    async def unacked_dead_letters(
+        self, queue: str, limit: int, after: RecordedDeadLetter | None = None
+    ) -> list[RecordedDeadLetter]:
         last = {"tenant_id": after.key.tenant_id if after else "", "dlq_id": after.dlq_id if after else ""}
         rows = await self._read(sql.UNACKED, {"queue": queue, "limit": limit} | last)
-        return [DeadLetter(JobKey(tenant_id, queue, job_id), dlq_id) for tenant_id, job_id, dlq_id in rows]
+        return [RecordedDeadLetter(JobKey(tenant_id, queue, job_id), dlq_id) for tenant_id, job_id, dlq_id in rows]
 
-    async def letters(self, keys: Sequence[JobKey]) -> list[DeadLetter]:
+    async def dead_letters(self, keys: Sequence[JobKey]) -> list[RecordedDeadLetter]:
         names = to_json([(clean(key.tenant_id), clean(key.job_id), key.queue) for key in keys])
-        return [DeadLetter(keys[place], dlq_id) for place, dlq_id in await self._read(sql.LETTERS, {"rows": names})]
+        return [
+            RecordedDeadLetter(keys[place], dlq_id) for place, dlq_id in await self._read(sql.LETTERS, {"rows": names})
+        ]
 
-    async def ack(self, letters: Sequence[DeadLetter]) -> None:
+    async def ack_dead_letters(self, letters: Sequence[RecordedDeadLetter]) -> None:
         rows = to_json([(letter.key.tenant_id, letter.dlq_id) for letter in letters])
         values = {"rows": rows, "now": self._clock.now_ms()}
         await self._store.write(lambda transaction: transaction.execute(sql.ACK, values).rowcount)
 
-    async def position(self, queue: str) -> Position:
+    async def position(self, queue: str) -> FeedPosition:
         row = await self._store.write(
             lambda transaction: transaction.execute(sql.POSITION, (queue,)).fetchone(), lazy=True
         )
-        return Position(*row) if row else Position()
+        return FeedPosition(*row) if row else FeedPosition()
 
-    async def wait_moved(self, queue: str, than: Position, wait_ms: int) -> Position:
-        return await wait_moved(self, self._store.news, queue, than, wait_ms)
+    async def wait_position_change(self, queue: str, than: FeedPosition, wait_ms: int) -> FeedPosition:
+        return await wait_position_change(self, self._store.news, queue, than, wait_ms)
 
-    async def wait_present(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
+    async def wait_recorded(self, keys: Sequence[JobKey], wait_ms: int) -> set[JobKey]:
         return await self._presence.wait(keys, wait_ms)
 
     async def close(self) -> None:
@@ -171,13 +181,13 @@ def _rows(transaction: Transaction, statement: str, values: dict[str, Any]) -> l
 
 
 def _write_carefully(
-    transaction: Transaction, queue: str, events: list[Event], publishing: Publishing | None
+    transaction: Transaction, queue: str, events: list[Event], publishing: EventPublishing | None
 ) -> tuple[int, int]:
     """Anomalies and dead letters that were written. Always comes to an end: a batch that the file refuses is halved
     until the one event is found that it cannot take."""
     transaction.execute("SAVEPOINT part")
     try:
-        folded = fold(events, _look_up(transaction, queue, events))
+        folded = fold_known(events, _look_up(transaction, queue, events))
         done = _write(transaction, queue, folded)
         if publishing is not None:
             _publish(transaction, queue, folded, publishing)
@@ -189,7 +199,7 @@ def _write_carefully(
         transaction.execute("RELEASE part")
         if len(events) == 1:
             return _give_up(transaction, queue, events[0], exc), 0
-        parts = [_write_carefully(transaction, queue, half, publishing) for half in halves(events)]
+        parts = [_write_carefully(transaction, queue, half, publishing) for half in split_batch(events)]
         return sum(anomalies for anomalies, _ in parts), sum(letters for _, letters in parts)
     transaction.execute("RELEASE part")
     return done
@@ -207,19 +217,19 @@ def _give_up(transaction: Transaction, queue: str, event: Event, error: Exceptio
     return 1
 
 
-def _look_up(transaction: Transaction, queue: str, events: Iterable[Event]) -> dict[Name, Known]:
+def _look_up(transaction: Transaction, queue: str, events: Iterable[Event]) -> dict[Name, RecordedJob]:
     names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
     rows = _rows(transaction, sql.LOOK_UP, {"queue": queue, "names": to_json(names)})
-    return {names[place]: Known(State(state), *counts) for place, state, *counts in rows}
+    return {names[place]: RecordedJob(State(state), *counts) for place, state, *counts in rows}
 
 
-def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, int]:
+def _write(transaction: Transaction, queue: str, folded: FoldedBatch) -> tuple[int, int]:
     drafts = folded.drafts
     new = [job_row(draft, queue, _instant) for draft in drafts if draft.creation is not None]
     old = [draft for draft in drafts if draft.creation is None]
     noted = [(draft.tenant_id, draft.job_id, len(draft.events)) for draft in old if draft.state is None]
     moved = [
-        (draft.job_id, _instant(draft.at_ms), *alike(draft), *changes(draft, _instant))
+        (draft.job_id, _instant(draft.at_ms), *shared_values(draft), *own_values(draft, _instant))
         for draft in old
         if draft.state is not None
     ]
@@ -231,10 +241,10 @@ def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, i
     _update(transaction, sql.CHANGE, queue, moved)
     transaction.execute(sql.INSERT_EVENTS, (to_json(event_rows(drafts, queue, _instant)),))
     _write_answers(transaction, queue, drafts)
-    if folded.deeds:
-        rows = [deed_row(event, queue, _instant) for event in folded.deeds]
+    if folded.audit_events:
+        rows = [audit_row(event, queue, _instant) for event in folded.audit_events]
         transaction.execute(sql.DEEDS, (to_json(rows),))
-    letters = [draft for draft in drafts if draft.letter is not None]
+    letters = [draft for draft in drafts if draft.dead_letter is not None]
     if letters:
         _bury(transaction, queue, letters)
     if folded.anomalies:
@@ -242,20 +252,22 @@ def _write(transaction: Transaction, queue: str, folded: Folded) -> tuple[int, i
     return len(folded.anomalies), sum(draft.state is not State.FAILED for draft in letters)
 
 
-def _publish(transaction: Transaction, queue: str, folded: Folded, publishing: Publishing) -> None:
+def _publish(transaction: Transaction, queue: str, folded: FoldedBatch, publishing: EventPublishing) -> None:
     rows = published_rows(publishing, folded.drafts, queue, _instant)
     if rows:
         transaction.execute(sql.PUBLISH, (to_json(rows),))
-        transaction.effects.recorded.add(OUTBOX_NEWS)
+        transaction.effects.recorded.add(OUTBOX_CHANGED)
 
 
-def _write_answers(transaction: Transaction, queue: str, drafts: Sequence[Draft]) -> None:
+def _write_answers(transaction: Transaction, queue: str, drafts: Sequence[JobDraft]) -> None:
     """What jobs ask people, and questions that are void."""
-    asked, closed = answers_of(drafts)
+    asked, closed = approval_changes(drafts)
     if asked:
-        transaction.execute(sql.ASK, {"queue": queue, "rows": to_json([ask_row(*one, _instant) for one in asked])})
+        transaction.execute(
+            sql.ASK, {"queue": queue, "rows": to_json([approval_request_row(*one, _instant) for one in asked])}
+        )
     if closed:
-        rows = [closing_row(closing, _instant) for closing in closed]
+        rows = [approval_closing_row(closing, _instant) for closing in closed]
         transaction.execute(sql.CLOSE, {"queue": queue, "rows": to_json(rows)})
 
 
@@ -263,17 +275,17 @@ def _update(transaction: Transaction, statement: str, queue: str, rows: Sequence
     if rows:
         changed = transaction.execute(statement, {"queue": queue, "rows": to_json(rows)}).rowcount
         if changed != len(rows):
-            raise Misfit(f"{len(rows) - changed} of {len(rows)} jobs are elsewhere")
+            raise BatchMismatch(f"{len(rows) - changed} of {len(rows)} jobs are elsewhere")
 
 
-def _bury(transaction: Transaction, queue: str, drafts: Sequence[Draft]) -> None:
+def _bury(transaction: Transaction, queue: str, drafts: Sequence[JobDraft]) -> None:
     names = to_json([(draft.tenant_id, draft.job_id) for draft in drafts])
     stories: list[list[Event]] = [[] for _ in drafts]
     types = [UNKNOWN_TASK] * len(drafts)
     for place, job_type, *row in _rows(transaction, sql.STORIES, {"queue": queue, "names": names}):
         stories[place].append(_event(drafts[place].job_id, *row))
         types[place] = job_type
-    rows = [letter_row(*of_one, _instant) for of_one in zip(drafts, types, stories, strict=True)]
+    rows = [dead_letter_row(*of_one, _instant) for of_one in zip(drafts, types, stories, strict=True)]
     transaction.execute(sql.BURY, {"queue": queue, "rows": to_json(rows)})
 
 
@@ -303,4 +315,4 @@ def _is_refused(error: Exception) -> bool:
         return isinstance(error, sqlite3.IntegrityError | sqlite3.DataError) or "malformed JSON" in str(error)
     if isinstance(error, PositionMoved):
         return False
-    return isinstance(error, Misfit | ValueError | TypeError | OverflowError | KeyError | AttributeError)
+    return isinstance(error, BatchMismatch | ValueError | TypeError | OverflowError | KeyError | AttributeError)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from holdfast.engine.sqlite.transaction import Transaction
-from holdfast.ledger.retention import KEEP_ENTRIES_MS, Marks
+from holdfast.ledger.port.ledger import KEEP_ENTRIES_MS, PruneCursors
+from holdfast.sqlite.transaction import Transaction
 
 _TENANTS: Final = """
 WITH RECURSIVE found(tenant_id) AS (
@@ -87,7 +87,7 @@ DELETE FROM feed_entries WHERE rowid IN (
 """
 
 
-def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks: Marks | None = None) -> int:
+def prune(transaction: Transaction, now_ms: int, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
     """At most about `limit` rows; how many went."""
     gone, old, limit = 0, now_ms - keep_ms, min(limit, _MOST_ROWS)
     marks = {} if marks is None else marks

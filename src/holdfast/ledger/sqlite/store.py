@@ -1,6 +1,7 @@
-"""One event loop's way to a SQLite ledger: the file's one writer for what writes, an engine for queries.
+"""Access to a SQLite ledger from one event loop: the file's one writer, and an SQLAlchemy engine for queries.
 
-The same for a file of its own and for the engine's file (embedded); they differ in who made the tables.
+The same for a ledger's own file and for the engine's file (embedded); they differ in who creates the tables.
+`prepare_ledger` creates them in an empty file and checks a file that is not empty; it refuses an engine's file.
 """
 
 from __future__ import annotations
@@ -9,22 +10,112 @@ import asyncio
 import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
+import aiosqlite
 from sqlalchemy import URL, event
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection, ExceptionContext
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.schema import CreateIndex, CreateTable
 
-from holdfast.engine.sqlite.connection import BUSY_TIMEOUT_MS, Prepare, translate
-from holdfast.engine.sqlite.store import Place
-from holdfast.engine.sqlite.transaction import Effects, Transaction
-from holdfast.engine.sqlite.writer import Subscriber, Writer
-from holdfast.engine.sqlite.writers import acquire, release
-from holdfast.errors import LedgerUnavailable
-from holdfast.ledger.news import Turn, WaitingRoom
-from holdfast.ledger.sqlite.reading import connect
+from holdfast.errors import InvalidOption, LedgerUnavailable
+from holdfast.ledger.waiters import CommitWaiter, CommitWaiters
+from holdfast.schema.columns import HEAD, READ_VERSION, TABLE, check_version, metadata
+from holdfast.sqlite.connection import APPLICATION_ID as ENGINE_ID
+from holdfast.sqlite.connection import BUSY_TIMEOUT_MS, DatabaseFile, Prepare, translate
+from holdfast.sqlite.transaction import CommitNotices, Transaction
+from holdfast.sqlite.writer import CommitSubscriber, Writer, acquire_writer, release_writer
+
+#: "hflg": marks the file as a ledger's.
+APPLICATION_ID: Final = 0x68666C67
+
+
+def prepare_ledger(connection: sqlite3.Connection, path: Path) -> None:
+    """Make the tables in an empty file. Raises `InvalidOption` for a file of another kind, `SchemaMismatch` for another
+    release's."""
+    if _is_current(connection, path):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        # Looked at again: another process may have been faster.
+        if not _is_current(connection, path):
+            _create(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def foreign(path: Path, owner: int) -> InvalidOption:
+    """Says whose it is."""
+    if owner == ENGINE_ID:
+        return InvalidOption(
+            f"{path} is an engine's database, not a ledger's; name another file, or leave HOLDFAST_LEDGER unset where "
+            "HOLDFAST_URL is this one: then it is the ledger, too"
+        )
+    return InvalidOption(f"{path} belongs to another program; give the ledger a file of its own")
+
+
+def _is_current(connection: sqlite3.Connection, path: Path) -> bool:
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    (owner,) = connection.execute("PRAGMA application_id").fetchone()
+    if not tables and owner in (0, APPLICATION_ID):
+        # Empty, or migrated down.
+        return False
+    if owner != APPLICATION_ID:
+        raise foreign(path, owner)
+    try:
+        row = connection.execute(READ_VERSION).fetchone()
+    except sqlite3.OperationalError:
+        row = None
+    check_version(str(path), row and row[0])
+    return True
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    dialect = sqlite.dialect()
+    for table in metadata.sorted_tables:
+        connection.execute(str(CreateTable(table).compile(dialect=dialect)))
+        for index in table.indexes:
+            connection.execute(str(CreateIndex(index).compile(dialect=dialect)))
+    connection.execute(
+        f"CREATE TABLE {TABLE} (version_num VARCHAR(32) NOT NULL, CONSTRAINT {TABLE}_pkc PRIMARY KEY (version_num))"
+    )
+    connection.execute(f"INSERT INTO {TABLE} (version_num) VALUES (?)", (HEAD,))  # noqa: S608 - a constant
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+
+
+#: As aiosqlite has it: how many rows are fetched at a time.
+_ROWS: Final = 64
+
+
+class InterruptibleConnection(aiosqlite.Connection):
+    """One that may be stopped twice.
+
+    aiosqlite (0.22) answers no second `stop`: its thread has ended with the first. SQLAlchemy stops a connection once
+    more if whoever waits for it to be closed is cancelled, as happens when a process ends in the middle of a long
+    query, and then the event loop would never end.
+    """
+
+    _stopped: asyncio.Future[Any] | None = None
+
+    def stop(self) -> asyncio.Future[Any] | None:
+        if self._stopped is None:
+            self._stopped = super().stop()
+        return self._stopped
+
+
+def connect(database: str, **options: Any) -> InterruptibleConnection:
+    """To be awaited. What its thread is in the middle of does not keep the process from ending."""
+    connection = InterruptibleConnection(partial(sqlite3.connect, database, **options), _ROWS)
+    connection._thread.daemon = True
+    return connection
+
 
 T = TypeVar("T")
 
@@ -36,37 +127,37 @@ _KEPT_READERS: Final = 1
 _MORE_READERS: Final = 4
 
 
-class FileNews:
+class FileCommitListener:
     """Who waits for the file to move: told by the writer, which also looks for other processes' commits."""
 
     def __init__(self, watch: Callable[[int], None]) -> None:
-        self._room = WaitingRoom(watch)
+        self._room = CommitWaiters(watch)
 
-    def of(self, queue: str) -> AbstractContextManager[Turn]:
+    def of(self, queue: str) -> AbstractContextManager[CommitWaiter]:
         """Be told when this queue's feed has moved in the ledger (`transaction.effects.recorded`)."""
-        return self._room.of(queue)
+        return self._room.waiting_for(queue)
 
-    def tell(self, effects: Effects) -> None:
-        if effects.foreign:
-            self._room.tell_all()
+    def tell(self, effects: CommitNotices) -> None:
+        if effects.external:
+            self._room.notify_all()
         else:
-            self._room.tell(effects.recorded)
+            self._room.notify(effects.recorded)
 
 
-class SqliteStore:
+class SqliteLedgerStore:
     """Used on one event loop. Opens the file when first needed."""
 
-    def __init__(self, place: Place, prepare: Prepare, guard: Guard | None = None) -> None:
+    def __init__(self, place: DatabaseFile, prepare: Prepare, guard: Guard | None = None) -> None:
         self.place = place
         self._guard = guard
         self._prepare = prepare
         self._writer: Writer | None = None
-        self._subscriber: Subscriber | None = None
+        self._subscriber: CommitSubscriber | None = None
         self._readers: AsyncEngine | None = None
         self._opening: asyncio.Lock | None = None
         self._closed = False
         self._waiting = 0
-        self.news = FileNews(self._watch)
+        self.news = FileCommitListener(self._watch)
 
     @property
     def path(self) -> Path:
@@ -77,9 +168,9 @@ class SqliteStore:
         """For messages."""
         return str(self.path)
 
-    def sibling(self) -> SqliteStore:
+    def sibling(self) -> SqliteLedgerStore:
         """For another event loop; the writer is shared."""
-        return SqliteStore(self.place, self._prepare, self._guard)
+        return SqliteLedgerStore(self.place, self._prepare, self._guard)
 
     async def open(self) -> Writer:
         """Raises `LedgerUnavailable` if the file cannot be used; what `prepare` raises if it is not ours.
@@ -98,7 +189,7 @@ class SqliteStore:
                 if self._writer is None:
                     writer = await asyncio.to_thread(self._acquire)
                     await self._look(writer)
-                    self._subscriber = Subscriber(asyncio.get_running_loop(), self.news.tell)
+                    self._subscriber = CommitSubscriber(asyncio.get_running_loop(), self.news.tell)
                     writer.subscribe(self._subscriber)
                     self._writer = writer
                     self._watch_again()
@@ -113,7 +204,7 @@ class SqliteStore:
         if writer is not None and self._subscriber is not None:
             writer.unsubscribe(self._subscriber)
             self._subscriber = None
-            await asyncio.to_thread(release, writer)
+            await asyncio.to_thread(release_writer, writer)
 
     async def write(self, work: Callable[..., T], *arguments: Any, lazy: bool = False) -> T:
         """Run `work(transaction, *arguments)` in the writer's thread; its result, once it is committed.
@@ -124,7 +215,7 @@ class SqliteStore:
         return await writer.perform(work, *arguments, lazy=lazy, unavailable=LedgerUnavailable)
 
     @property
-    def readers(self) -> AsyncEngine:
+    def read_engine(self) -> AsyncEngine:
         """SQLAlchemy's engine, for queries. Errors of the file come out of it as `LedgerUnavailable`."""
         if self._readers is None:
             self._readers = create_async_engine(
@@ -145,11 +236,11 @@ class SqliteStore:
             try:
                 await writer.perform(self._guard, self.name, unavailable=LedgerUnavailable)
             except BaseException:
-                await asyncio.to_thread(release, writer)
+                await asyncio.to_thread(release_writer, writer)
                 raise
 
     def _acquire(self) -> Writer:
-        return acquire(
+        return acquire_writer(
             self.path, durable=not self.place.temporary, prepare=self._prepare, unavailable=LedgerUnavailable
         )
 
@@ -157,7 +248,7 @@ class SqliteStore:
         """Those who began to wait before the file was open are watched for, too, and look once more."""
         if self._waiting and self._writer is not None and self._subscriber is not None:
             self._writer.watch(self._subscriber, self._waiting)
-            self.news.tell(Effects(foreign=True))
+            self.news.tell(CommitNotices(external=True))
 
     def _watch(self, change: int) -> None:
         self._waiting += change

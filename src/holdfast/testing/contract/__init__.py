@@ -12,38 +12,36 @@ lets time pass through it: nothing here sleeps.
 
 from __future__ import annotations
 
-from holdfast.testing.contract.endings import EndingContract
-from holdfast.testing.contract.fairness import FairnessContract
+from holdfast.testing.contract.approvals import ApprovalContract, OperatorReadContract, QueueControlContract
+from holdfast.testing.contract.feed import FeedEventContract
 from holdfast.testing.contract.harness import EngineHarness, Rig
 from holdfast.testing.contract.intake import IntakeContract
 from holdfast.testing.contract.leases import LeaseContract
-from holdfast.testing.contract.ledger import LedgerContract
-from holdfast.testing.contract.limits import IntakeLimitContract
 from holdfast.testing.contract.operators import ControlContract, MoveContract
-from holdfast.testing.contract.people import AnswerContract, OverviewContract, QueueControlContract
-from holdfast.testing.contract.readers import FeedContract, ReaderContract
+from holdfast.testing.contract.reads import FeedContract, ReaderContract
 from holdfast.testing.contract.recovery import RecoveryContract
-from holdfast.testing.contract.running_now import RunNowContract
-from holdfast.testing.contract.waiting import WaitingContract
+from holdfast.testing.contract.scheduling import ExpediteContract, RetryContract
+from holdfast.testing.contract.settlements import SettlementContract
+from holdfast.testing.contract.tenancy import FairnessContract, IntakeLimitContract
 
 
 class EngineContract(
     IntakeContract,
     LeaseContract,
-    EndingContract,
-    WaitingContract,
+    SettlementContract,
+    RetryContract,
     MoveContract,
     ControlContract,
     ReaderContract,
     FeedContract,
-    LedgerContract,
+    FeedEventContract,
     RecoveryContract,
     FairnessContract,
     QueueControlContract,
     IntakeLimitContract,
-    AnswerContract,
-    RunNowContract,
-    OverviewContract,
+    ApprovalContract,
+    ExpediteContract,
+    OperatorReadContract,
 ):
     """All of it. Give it a `harness` fixture."""
 

@@ -13,216 +13,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
 
 import pytest
 
-from holdfast.brokers.port import Outgoing, Publisher, QueueAdapter, RawMessage
 from holdfast.errors import BrokerRefused, BrokerUnavailable
-
-#: How long a test waits for something that should happen at once, before it is called a failure.
-SOON_S: Final = 20.0
-#: For so long nothing may come, where nothing should.
-QUIET_S: Final = 0.4
-_LOOK_S: Final = 0.02
-
-EVERY_BYTE: Final = bytes(range(256))
-
-
-class BrokerHarness:
-    """Makes clients of one broker for one test. Subclass it; what it made it closes when the test is over."""
-
-    #: A body that the broker must take.
-    large_body = 1_000_000
-    #: So many messages make a stream whose order is looked at.
-    many = 200
-    #: A member of a group that is silent for so long would have been given up by the broker.
-    silence_s = 1.0
-    #: Whether it carries messages without a value.
-    tombstones = False
-    #: Never to be seen in a log, an error or a `repr`; None: this broker asks for no password.
-    secret: str | None = None
-
-    async def new_queue(self) -> str:
-        """The name of a queue (topic, stream) that is there, is empty, and is known to no other test."""
-        raise NotImplementedError
-
-    def adapter(self, queue: str, *, group: str = "readers", prefetch: int = 10) -> QueueAdapter:
-        """A consumer that is not connected yet, one more at each call."""
-        raise NotImplementedError
-
-    def publisher(self) -> Publisher:
-        """A publisher that is not connected yet, one more at each call."""
-        raise NotImplementedError
-
-    def lost_adapter(self, queue: str) -> QueueAdapter:
-        """A consumer whose connection names a port where nobody listens."""
-        raise NotImplementedError
-
-    def lost_publisher(self) -> Publisher:
-        """A publisher whose connection names a port where nobody listens."""
-        raise NotImplementedError
-
-    def refused_adapter(self, queue: str) -> QueueAdapter | None:
-        """A consumer with a wrong password; None: this broker asks for none."""
-        return None
-
-    def dead_letters(self, queue: str) -> str:
-        """The queue of this queue's dead letters."""
-        return f"{queue}.dlq"
-
-    async def spoil_dead_letters(self, queue: str) -> bool:
-        """From now on nothing can be written to the queue's dead letters. False: that cannot be arranged."""
-        return False
-
-    def impossible(self, topic: str, key: str) -> Outgoing | None:
-        """A message that the broker or its client refuses, where others of topic and key pass. None: there is none."""
-        return None
-
-    async def kill_broker(self) -> None:
-        """End the server at once; what it has confirmed it has on disk."""
-        raise NotImplementedError
-
-    async def start_broker(self) -> None:
-        """Bring it back, under the same address and with its data."""
-        raise NotImplementedError
-
-
-class Reader:
-    """A consumer at work: keeps what comes until a test asks for it."""
-
-    def __init__(self, adapter: QueueAdapter) -> None:
-        self.adapter = adapter
-        self._came: asyncio.Queue[RawMessage] = asyncio.Queue()
-        self.task = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        async for message in self.adapter.consume():
-            self._came.put_nowait(message)
-
-    async def one(self) -> RawMessage:
-        """The next message. If the consumer fails, so does the test."""
-        asking = asyncio.create_task(self._came.get())
-        await asyncio.wait({asking, self.task}, timeout=SOON_S, return_when=asyncio.FIRST_COMPLETED)
-        if asking.done():
-            return asking.result()
-        asking.cancel()
-        if self.task.done():
-            self.task.result()
-            raise AssertionError("consume() has ended by itself")
-        raise AssertionError(f"no message within {SOON_S} s")
-
-    async def take(self, count: int) -> list[RawMessage]:
-        return [await self.one() for _ in range(count)]
-
-    async def handle(self, count: int) -> list[RawMessage]:
-        """The next so many, each acknowledged."""
-        taken = []
-        for _ in range(count):
-            message = await self.one()
-            await self.adapter.ack(message)
-            taken.append(message)
-        return taken
-
-    def waiting(self) -> list[RawMessage]:
-        """What has come and was not asked for yet."""
-        return [self._came.get_nowait() for _ in range(self._came.qsize())]
-
-    async def quiet(self, for_s: float = QUIET_S) -> None:
-        """Nothing comes."""
-        with suppress(TimeoutError):
-            message = await asyncio.wait_for(self._came.get(), for_s)
-            raise AssertionError(f"nothing should come, but did: {message}")
-
-    async def stop(self) -> None:
-        """Close the consumer; `consume` ends."""
-        await self.adapter.close()
-        await asyncio.wait_for(self.task, SOON_S)
-
-
-class Bench:
-    """One queue, and whoever writes to it and reads from it."""
-
-    def __init__(self, harness: BrokerHarness, queue: str) -> None:
-        self.harness = harness
-        self.queue = queue
-        self._publisher: Publisher | None = None
-        self._readers: list[Reader] = []
-
-    async def adapter(self, **options: Any) -> QueueAdapter:
-        adapter = self.harness.adapter(self.queue, **options)
-        await adapter.connect()
-        return adapter
-
-    async def reader(self, **options: Any) -> Reader:
-        return self.read(await self.adapter(**options))
-
-    def read(self, adapter: QueueAdapter) -> Reader:
-        reader = Reader(adapter)
-        self._readers.append(reader)
-        return reader
-
-    async def dead_letters(self) -> Reader:
-        adapter = self.harness.adapter(self.harness.dead_letters(self.queue))
-        await adapter.connect()
-        return self.read(adapter)
-
-    async def publisher(self) -> Publisher:
-        if self._publisher is None:
-            self._publisher = self.harness.publisher()
-            await self._publisher.connect()
-        return self._publisher
-
-    async def publish(self, *bodies: bytes, key: str = "", **headers: str) -> None:
-        messages = [self.outgoing(body, key=key, **headers) for body in bodies]
-        answers = await (await self.publisher()).publish(messages)
-        assert answers == [None] * len(messages)
-
-    async def publish_each(self, numbers: Iterable[int]) -> None:
-        """One message for each number, of a key of its own."""
-        messages = [self.outgoing(b"%d" % number, key=f"key-{number}") for number in numbers]
-        assert await (await self.publisher()).publish(messages) == [None] * len(messages)
-
-    def outgoing(self, body: bytes | None, key: str = "", **headers: str) -> Outgoing:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return Outgoing(self.queue, body, named, key, f"event-{(body or b'')[:20].hex()}")
-
-    async def close(self) -> None:
-        for reader in self._readers:
-            await reader.adapter.close()
-        for reader in self._readers:
-            await asyncio.wait_for(reader.task, SOON_S)
-        if self._publisher is not None:
-            await self._publisher.close()
-
-
-def by_key(messages: Iterable[RawMessage]) -> dict[str, list[bytes | None]]:
-    """The bodies of each key, as they came."""
-    came: defaultdict[str, list[bytes | None]] = defaultdict(list)
-    for message in messages:
-        came[message.key].append(message.body)
-    return dict(came)
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Come back once it holds; fail if it does not do so soon."""
-    async with asyncio.timeout(SOON_S):
-        while not await holds():  # noqa: ASYNC110  (what is asked for has no event)
-            await asyncio.sleep(_LOOK_S)
-
-
-async def equals(ask: Callable[[], Awaitable[Any]], value: Any) -> bool:
-    return bool(await ask() == value)
+from holdfast.testing.contract.broker_harness import (
+    EVERY_BYTE,
+    SOON_S,
+    BrokerHarness,
+    BrokerRig,
+    by_key,
+    equals,
+    eventually,
+)
 
 
 class _Suite:
     @pytest.fixture
-    async def bench(self, harness: BrokerHarness) -> AsyncIterator[Bench]:
-        bench = Bench(harness, await harness.new_queue())
+    async def bench(self, harness: BrokerHarness) -> AsyncIterator[BrokerRig]:
+        bench = BrokerRig(harness, await harness.new_queue())
         yield bench
         await bench.close()
 
@@ -251,7 +64,7 @@ class ConnectContract(_Suite):
         await adapter.close()
         self.check_secret(harness, f"{caught.value!r} {caught.value.__cause__!r} {adapter!r} {caplog.text}")
 
-    async def test_no_client_shows_its_password(self, bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_no_client_shows_its_password(self, bench: BrokerRig, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("DEBUG")
         adapter = await bench.adapter()
         publisher = await bench.publisher()
@@ -259,7 +72,7 @@ class ConnectContract(_Suite):
         await bench.read(adapter).handle(1)
         self.check_secret(bench.harness, f"{adapter!r} {publisher!r} {adapter} {publisher} {caplog.text}")
 
-    async def test_closing_is_safe_twice_and_before_connecting(self, bench: Bench) -> None:
+    async def test_closing_is_safe_twice_and_before_connecting(self, bench: BrokerRig) -> None:
         for client in (bench.harness.adapter(bench.queue), bench.harness.publisher()):
             await client.close()
             await client.close()
@@ -267,7 +80,7 @@ class ConnectContract(_Suite):
             await client.close()
             await client.close()
 
-    async def test_closed_while_it_connects_it_leaves_nothing_behind(self, bench: Bench) -> None:
+    async def test_closed_while_it_connects_it_leaves_nothing_behind(self, bench: BrokerRig) -> None:
         adapter = bench.harness.adapter(bench.queue)
         before = asyncio.all_tasks()
         connecting = asyncio.create_task(adapter.connect())
@@ -284,14 +97,14 @@ class ConnectContract(_Suite):
         assert not [task for task in left if not task.done()]
         assert not await adapter.health_check()
 
-    async def test_consuming_ends_after_closing(self, bench: Bench) -> None:
+    async def test_consuming_ends_after_closing(self, bench: BrokerRig) -> None:
         reader = await bench.reader()
         await bench.publish(b"one")
         await reader.one()
         await reader.stop()
         assert reader.task.done()
 
-    async def test_health_says_that_the_broker_answers(self, bench: Bench) -> None:
+    async def test_health_says_that_the_broker_answers(self, bench: BrokerRig) -> None:
         assert await (await bench.adapter()).health_check()
         assert await (await bench.publisher()).health_check()
 
@@ -302,7 +115,7 @@ class ConnectContract(_Suite):
 class MessageContract(_Suite):
     """What a message carries, and what is published."""
 
-    async def test_a_message_comes_as_it_was_published(self, bench: Bench) -> None:
+    async def test_a_message_comes_as_it_was_published(self, bench: BrokerRig) -> None:
         before = datetime.now(UTC) - timedelta(minutes=1)
         await bench.publish(b'{"n": 1}', key="k-1", x_event_name="order.paid", x_note='ä ö; 日本 = "x"')
         message = await (await bench.reader()).one()
@@ -317,19 +130,19 @@ class MessageContract(_Suite):
         assert message.deliveries == 1
         assert message.metadata
 
-    async def test_names_of_headers_are_lower_case(self, bench: Bench) -> None:
+    async def test_names_of_headers_are_lower_case(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", X_Event_Name="paid")
         headers = (await (await bench.reader()).one()).headers
         assert headers["x-event-name"] == "paid"
         assert all(name == name.lower() for name in headers)
 
-    async def test_a_message_needs_neither_key_nor_headers(self, bench: Bench) -> None:
+    async def test_a_message_needs_neither_key_nor_headers(self, bench: BrokerRig) -> None:
         await bench.publish(b"one")
         message = await (await bench.reader()).one()
         assert (message.body, message.key) == (b"one", "")
 
     @pytest.mark.parametrize("kind", ["empty", "every byte", "text", "large"])
-    async def test_any_body_goes_through_unchanged(self, bench: Bench, kind: str) -> None:
+    async def test_any_body_goes_through_unchanged(self, bench: BrokerRig, kind: str) -> None:
         large = (EVERY_BYTE * (bench.harness.large_body // 256 + 1))[: bench.harness.large_body]
         body = {"empty": b"", "every byte": EVERY_BYTE, "text": "grüß dich \n\t\0".encode(), "large": large}[kind]
         await bench.publish(body, key="k")
@@ -337,12 +150,12 @@ class MessageContract(_Suite):
         assert len(message.body or b"") == len(body)
         assert message.body == body
 
-    async def test_every_message_has_an_id_of_its_own(self, bench: Bench) -> None:
+    async def test_every_message_has_an_id_of_its_own(self, bench: BrokerRig) -> None:
         await bench.publish(*[b"%d" % number for number in range(20)])
         reader = await bench.reader(prefetch=20)
         assert len({message.message_id for message in await reader.handle(20)}) == 20
 
-    async def test_publishing_answers_for_each(self, bench: Bench) -> None:
+    async def test_publishing_answers_for_each(self, bench: BrokerRig) -> None:
         publisher = await bench.publisher()
         assert await publisher.publish([]) == []
         assert await publisher.publish([bench.outgoing(b"%d" % number) for number in range(30)]) == [None] * 30
@@ -351,7 +164,7 @@ class MessageContract(_Suite):
             b"%d" % number for number in range(30)
         )
 
-    async def test_messages_of_one_key_are_written_and_come_in_order(self, bench: Bench) -> None:
+    async def test_messages_of_one_key_are_written_and_come_in_order(self, bench: BrokerRig) -> None:
         publisher = await bench.publisher()
         many = bench.harness.many
         sent = [bench.outgoing(b"%d" % number, key=f"key-{number % 5}") for number in range(many)]
@@ -361,7 +174,7 @@ class MessageContract(_Suite):
         came = by_key(await reader.handle(many))
         assert came == {f"key-{key}": [b"%d" % number for number in range(key, many, 5)] for key in range(5)}
 
-    async def test_after_one_that_failed_no_later_one_of_its_key_is_written(self, bench: Bench) -> None:
+    async def test_after_one_that_failed_no_later_one_of_its_key_is_written(self, bench: BrokerRig) -> None:
         impossible = bench.harness.impossible(bench.queue, "a")
         if impossible is None:
             pytest.skip("this broker refuses no single message")
@@ -379,7 +192,7 @@ class MessageContract(_Suite):
         assert {message.body for message in await reader.handle(2)} == {b"a1", b"b1"}
         await reader.quiet()
 
-    async def test_a_publisher_that_is_not_connected_says_so_for_each(self, bench: Bench) -> None:
+    async def test_a_publisher_that_is_not_connected_says_so_for_each(self, bench: BrokerRig) -> None:
         publisher = bench.harness.lost_publisher()
         with suppress(BrokerUnavailable):
             await publisher.connect()
@@ -392,24 +205,24 @@ class MessageContract(_Suite):
 class DeliveryContract(_Suite):
     """At least once, and who holds what."""
 
-    async def test_what_was_written_before_the_group_began_is_delivered(self, bench: Bench) -> None:
+    async def test_what_was_written_before_the_group_began_is_delivered(self, bench: BrokerRig) -> None:
         await bench.publish(b"early")
         assert (await (await bench.reader(group="latecomers")).one()).body == b"early"
 
-    async def test_messages_come_while_the_consumer_waits(self, bench: Bench) -> None:
+    async def test_messages_come_while_the_consumer_waits(self, bench: BrokerRig) -> None:
         reader = await bench.reader()
         for number in range(3):
             await bench.publish(b"%d" % number)
             assert (await reader.handle(1))[0].body == b"%d" % number
 
-    async def test_what_is_acknowledged_never_comes_again(self, bench: Bench) -> None:
+    async def test_what_is_acknowledged_never_comes_again(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", b"two", b"three")
         first = await bench.reader()
         await first.handle(3)
         await first.stop()
         await (await bench.reader()).quiet()
 
-    async def test_what_is_not_acknowledged_comes_again_after_closing(self, bench: Bench) -> None:
+    async def test_what_is_not_acknowledged_comes_again_after_closing(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", b"two", b"three")
         first = await bench.reader()
         taken = await first.take(3)
@@ -422,7 +235,7 @@ class DeliveryContract(_Suite):
         assert {message.message_id: message.body for message in again} == left
         await second.quiet()
 
-    async def test_no_more_than_prefetch_are_in_hand(self, bench: Bench) -> None:
+    async def test_no_more_than_prefetch_are_in_hand(self, bench: BrokerRig) -> None:
         await bench.publish(*[b"%d" % number for number in range(12)])
         reader = await bench.reader(prefetch=4)
         taken = await reader.take(4)
@@ -436,7 +249,7 @@ class DeliveryContract(_Suite):
         taken += await reader.handle(6)
         assert Counter(message.body for message in taken) == Counter(b"%d" % number for number in range(12))
 
-    async def test_a_refused_message_to_be_requeued_comes_again(self, bench: Bench) -> None:
+    async def test_a_refused_message_to_be_requeued_comes_again(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", key="k", x_event_name="paid")
         reader = await bench.reader(prefetch=1)
         first = await reader.one()
@@ -452,7 +265,7 @@ class DeliveryContract(_Suite):
         await reader.adapter.ack(second)
         await reader.quiet()
 
-    async def test_a_refused_message_that_is_dropped_comes_no_more(self, bench: Bench) -> None:
+    async def test_a_refused_message_that_is_dropped_comes_no_more(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", b"two")
         reader = await bench.reader(prefetch=2)
         for message in await reader.take(2):
@@ -462,7 +275,7 @@ class DeliveryContract(_Suite):
         await reader.stop()
         await (await bench.reader()).quiet()
 
-    async def test_a_dead_letter_keeps_body_and_headers_and_says_why(self, bench: Bench) -> None:
+    async def test_a_dead_letter_keeps_body_and_headers_and_says_why(self, bench: BrokerRig) -> None:
         await bench.publish(EVERY_BYTE, key="k", x_event_name="paid")
         reader = await bench.reader()
         message = await reader.one()
@@ -479,7 +292,7 @@ class DeliveryContract(_Suite):
         await reader.stop()
         await (await bench.reader()).quiet()
 
-    async def test_a_tombstone_stays_one_among_the_dead_letters(self, bench: Bench) -> None:
+    async def test_a_tombstone_stays_one_among_the_dead_letters(self, bench: BrokerRig) -> None:
         publisher = await bench.publisher()
         answers = await publisher.publish([bench.outgoing(None, key="k"), bench.outgoing(b"", key="k")])
         if not bench.harness.tombstones:
@@ -495,7 +308,7 @@ class DeliveryContract(_Suite):
         letters = await (await bench.dead_letters()).take(2)
         assert [(letter.body, letter.key) for letter in letters] == [(None, "k"), (b"", "k")]
 
-    async def test_a_dead_letter_that_cannot_be_written_leaves_the_message_with_us(self, bench: Bench) -> None:
+    async def test_a_dead_letter_that_cannot_be_written_leaves_the_message_with_us(self, bench: BrokerRig) -> None:
         await bench.publish(b"one")
         reader = await bench.reader()
         message = await reader.one()
@@ -508,7 +321,7 @@ class DeliveryContract(_Suite):
         again = await (await bench.reader()).one()
         assert again.message_id == message.message_id
 
-    async def test_a_message_is_ours_until_we_are_done_with_it(self, bench: Bench) -> None:
+    async def test_a_message_is_ours_until_we_are_done_with_it(self, bench: BrokerRig) -> None:
         await bench.publish(b"one", b"two")
         reader = await bench.reader()
         one, two = await reader.take(2)
@@ -519,7 +332,7 @@ class DeliveryContract(_Suite):
         await reader.stop()
         assert not reader.adapter.owns(two)
 
-    async def test_to_acknowledge_what_is_no_longer_ours_changes_nothing(self, bench: Bench) -> None:
+    async def test_to_acknowledge_what_is_no_longer_ours_changes_nothing(self, bench: BrokerRig) -> None:
         await bench.publish(b"one")
         first = await bench.reader()
         message = await first.one()
@@ -533,7 +346,7 @@ class DeliveryContract(_Suite):
         await second.stop()
         assert (await (await bench.reader()).one()).message_id == message.message_id
 
-    async def test_while_paused_nothing_comes_and_afterwards_everything(self, bench: Bench) -> None:
+    async def test_while_paused_nothing_comes_and_afterwards_everything(self, bench: BrokerRig) -> None:
         reader = await bench.reader(prefetch=100)
         await bench.publish(b"before")
         await reader.handle(1)
@@ -544,7 +357,7 @@ class DeliveryContract(_Suite):
         assert {message.body for message in await reader.handle(10)} == {b"%d" % number for number in range(10)}
         await reader.quiet()
 
-    async def test_a_paused_consumer_keeps_what_it_has(self, bench: Bench) -> None:
+    async def test_a_paused_consumer_keeps_what_it_has(self, bench: BrokerRig) -> None:
         await bench.publish(b"mine", key="k")
         paused = await bench.reader(prefetch=1)
         message = await paused.one()
@@ -557,7 +370,7 @@ class DeliveryContract(_Suite):
         await paused.stop()
         await other.quiet()
 
-    async def test_two_consumers_of_a_group_share(self, bench: Bench) -> None:
+    async def test_two_consumers_of_a_group_share(self, bench: BrokerRig) -> None:
         readers = [await bench.reader(prefetch=4), await bench.reader(prefetch=4)]
         handled: list[list[str]] = [[], []]
         sent = 0
@@ -578,7 +391,7 @@ class DeliveryContract(_Suite):
         await eventually(both_have_some)
         assert Counter(handled[0] + handled[1]) == Counter(str(number) for number in range(sent))
 
-    async def test_lag_says_how_many_wait(self, bench: Bench) -> None:
+    async def test_lag_says_how_many_wait(self, bench: BrokerRig) -> None:
         adapter = await bench.adapter(prefetch=20)
         await bench.publish(*[b"%d" % number for number in range(10)])
         if await adapter.lag() is None:
@@ -596,7 +409,7 @@ class BrokerContract(ConnectContract, MessageContract, DeliveryContract):
 class BrokerFaultContract(_Suite):
     """The broker goes away and comes back. Its `harness` has a server of its own, which keeps what it confirmed."""
 
-    async def test_a_consumer_comes_back_by_itself_and_loses_nothing(self, bench: Bench) -> None:
+    async def test_a_consumer_comes_back_by_itself_and_loses_nothing(self, bench: BrokerRig) -> None:
         reader = await bench.reader()
         await bench.publish(b"done", b"open")
         done, still_open = sorted(await reader.take(2), key=lambda message: message.body or b"")
@@ -622,7 +435,7 @@ class BrokerFaultContract(_Suite):
         await reader.stop()
         await (await bench.reader()).quiet()
 
-    async def test_a_publisher_says_that_the_broker_is_down_and_comes_back(self, bench: Bench) -> None:
+    async def test_a_publisher_says_that_the_broker_is_down_and_comes_back(self, bench: BrokerRig) -> None:
         publisher = await bench.publisher()
         await bench.publish(b"before")
         await bench.harness.kill_broker()

@@ -9,20 +9,22 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 import pytest
 
-from holdfast.core.job import Claim, Envelope, Event, Failure, JobView, Meta, new_job_ids
+from holdfast.core.job import Claim, Envelope, Event, Failure, JobInfo, Meta, new_job_ids
 from holdfast.core.states import State
 from holdfast.core.verdict import (
-    Answer,
     DeadLetter,
     Hold,
     Release,
     RetryLater,
     Settlement,
+    SettleResult,
     Succeed,
     Suspend,
     Verdict,
 )
-from holdfast.engine.port import Engine, FeedEntry, RetryVia
+from holdfast.engine.port import Engine
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.engine.port.jobs import RetryVia
 
 #: How long a test waits for something that should happen at once, before it is called a failure.
 SOON_S: Final = 10.0
@@ -68,7 +70,7 @@ class Rig:
         rig = cls(harness, await harness.make(**options))
         if options.get("ledger"):
             # What a submitter sees to: without a reader nothing is accepted.
-            await rig.engine.register_reader(rig.queue)
+            await rig.engine.attach_reader(rig.queue)
         return rig
 
     # Submitting ------------------------------------------------------------------------------------
@@ -104,10 +106,10 @@ class Rig:
     async def settlement(self, claim: Claim, verdict: Verdict) -> Settlement:
         return Settlement(claim, verdict, await self.engine.now_ms())
 
-    async def settle(self, claim: Claim, verdict: Verdict) -> Answer:
+    async def settle(self, claim: Claim, verdict: Verdict) -> SettleResult:
         return (await self.engine.settle([await self.settlement(claim, verdict)]))[0]
 
-    async def succeed(self, *claims: Claim) -> list[Answer]:
+    async def succeed(self, *claims: Claim) -> list[SettleResult]:
         return await self.engine.settle([await self.settlement(claim, Succeed(b"7")) for claim in claims])
 
     async def reclaim(self, worker: str = "w2", limit: int = 100) -> list[Claim]:
@@ -134,10 +136,10 @@ class Rig:
 
     # Looking ---------------------------------------------------------------------------------------
 
-    async def find(self, job_id: str) -> JobView | None:
+    async def find(self, job_id: str) -> JobInfo | None:
         return (await self.engine.get(self.queue, [job_id]))[0]
 
-    async def view(self, job_id: str) -> JobView:
+    async def view(self, job_id: str) -> JobInfo:
         view = await self.find(job_id)
         assert view is not None, f"job {job_id} is unknown"
         return view
@@ -147,9 +149,9 @@ class Rig:
 
     async def entries(self, page: int = 100) -> list[FeedEntry]:
         """The whole feed, page by page; each begins with the last entry of the one before."""
-        entries = await self.engine.feed(self.queue, "", page)
+        entries = await self.engine.read_feed(self.queue, "", page)
         while entries:
-            first, *more = await self.engine.feed(self.queue, entries[-1].position, page)
+            first, *more = await self.engine.read_feed(self.queue, entries[-1].position, page)
             assert first == entries[-1]
             if not more:
                 break
@@ -161,7 +163,7 @@ class Rig:
         events = [event for entry in await self.entries() for event in entry.events]
         return [event for event in events if not job_ids or event.job_id in job_ids]
 
-    async def story(self, job_id: str) -> list[str]:
+    async def event_types(self, job_id: str) -> list[str]:
         return [event.type for event in await self.events(job_id)]
 
     async def open_jobs(self) -> int:
@@ -178,7 +180,7 @@ class Rig:
         claim = await self.start_one(**fields)
         verdict = _VERDICTS.get(state)
         if verdict is not None:
-            assert await self.settle(claim, verdict) is Answer.APPLIED
+            assert await self.settle(claim, verdict) is SettleResult.APPLIED
         for step in _MOVES_THEN.get(state, ()):
             await self.move(claim.job_id, step)
         assert await self.state(claim.job_id) is state

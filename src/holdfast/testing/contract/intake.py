@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from holdfast.core.job import Claim, Meta, Priority, Receipt
+from holdfast.core.job import MAX_BATCH, Claim, Meta, Priority, Receipt
 from holdfast.core.retry import Retry
 from holdfast.core.states import State
-from holdfast.core.verdict import Answer, DeadLetter, RetryLater
-from holdfast.engine.port import MAX_BATCH, Control
+from holdfast.core.verdict import DeadLetter, RetryLater, SettleResult
+from holdfast.engine.port.operators import QueueControl
 from holdfast.errors import IntakeRefused
 from holdfast.testing.contract.harness import (
     FAILURE,
@@ -72,7 +72,7 @@ class IntakeContract(Contract):
         assert ids(claims) == submitted
         assert None not in await rig.engine.get(rig.queue, submitted)
         assert await rig.engine.renew([claim.lease for claim in claims]) == []
-        assert await rig.succeed(*claims) == [Answer.APPLIED] * len(submitted)
+        assert await rig.succeed(*claims) == [SettleResult.APPLIED] * len(submitted)
         assert await rig.open_jobs() == 0
 
     async def test_a_batch_may_name_several_queues(self, rig: Rig) -> None:
@@ -97,7 +97,7 @@ class IntakeContract(Contract):
         await rig.engine.submit([second])
         assert await rig.find(second.job_id) is None
         assert await rig.events(second.job_id) == []
-        assert await rig.story(first) == ["task.created"]
+        assert await rig.event_types(first) == ["task.created"]
         assert await rig.open_jobs() == 1
 
     async def test_the_same_key_twice_in_one_batch(self, rig: Rig) -> None:
@@ -258,7 +258,7 @@ class IntakeContract(Contract):
 
         await rig.harness.advance(10_000)
         assert ids(await rig.claim_due()) == [job_id]
-        assert await rig.story(job_id) == ["task.created", "task.claimed"]
+        assert await rig.event_types(job_id) == ["task.created", "task.claimed"]
 
     async def test_an_instant_in_the_past_is_now(self, rig: Rig) -> None:
         job_id = await rig.submit_one(run_at_ms=await rig.engine.now_ms() - MINUTE_MS)
@@ -287,7 +287,7 @@ class IntakeContract(Contract):
         assert await rig.claim_due() == []
         assert await rig.move(job_id, State.QUEUED, actor="bea", reason="looks fine") is State.WAITING_APPROVAL
         assert ids(await rig.claim()) == [job_id]
-        assert await rig.story(job_id) == ["approval.requested", "approval.approved", "task.claimed"]
+        assert await rig.event_types(job_id) == ["approval.requested", "approval.approved", "task.claimed"]
 
     @pytest.mark.parametrize("park", [State.WAITING_APPROVAL, State.SUSPENDED])
     async def test_nobody_makes_a_delayed_job_run_early(self, rig: Rig, park: State) -> None:
@@ -331,7 +331,7 @@ class IntakeContract(Contract):
 
     async def test_paused_intake_refuses_and_keeps_nothing(self, rig: Rig) -> None:
         before = await rig.submit_one()
-        await rig.engine.set_control(rig.queue, Control(intake_paused=True))
+        await rig.engine.set_control(rig.queue, QueueControl(intake_paused=True))
         envelope = rig.envelope()
         with pytest.raises(IntakeRefused) as refused:
             await rig.engine.submit([envelope])
@@ -342,5 +342,5 @@ class IntakeContract(Contract):
 
         other = rig.envelope(queue=OTHER_QUEUE)
         assert await rig.engine.submit([other]) == [Receipt(other.job_id)]
-        await rig.engine.set_control(rig.queue, Control())
+        await rig.engine.set_control(rig.queue, QueueControl())
         assert await rig.engine.submit([envelope]) == [Receipt(envelope.job_id)]

@@ -9,8 +9,9 @@ import pytest
 
 from holdfast.core.job import Lease
 from holdfast.core.states import State
-from holdfast.core.verdict import POISON_PILL, Answer, Release, RetryLater, Verdict
-from holdfast.engine.port import Control, RetryVia
+from holdfast.core.verdict import POISON_PILL, Release, RetryLater, SettleResult, Verdict
+from holdfast.engine.port.jobs import RetryVia
+from holdfast.engine.port.operators import QueueControl
 from holdfast.testing.contract.harness import (
     EVERY_VERDICT,
     FAILURE,
@@ -61,7 +62,7 @@ class LeaseContract(Contract):
         here, there = await rig.submit_one(), await rig.submit_one(queue=OTHER_QUEUE)
         claims = await rig.engine.claim("w1", [rig.queue, OTHER_QUEUE], 10, 0)
         assert {claim.queue: claim.job_id for claim in claims} == {rig.queue: here, OTHER_QUEUE: there}
-        assert await rig.succeed(*claims) == [Answer.APPLIED] * 2
+        assert await rig.succeed(*claims) == [SettleResult.APPLIED] * 2
 
     async def test_an_idle_worker_is_woken_by_a_submission(self, rig: Rig) -> None:
         waiting = asyncio.create_task(rig.engine.claim("w1", [rig.queue], 10, LONG_WAIT_MS))
@@ -76,11 +77,11 @@ class LeaseContract(Contract):
         assert ids(await soon(waiting)) == [job_id]
 
     async def test_an_idle_worker_is_woken_when_a_queue_goes_on(self, rig: Rig) -> None:
-        await rig.engine.set_control(rig.queue, Control(paused=True))
+        await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         job_id = await rig.submit_one()
         assert await rig.claim() == []
         waiting = asyncio.create_task(rig.engine.claim("w1", [rig.queue], 10, LONG_WAIT_MS))
-        await rig.engine.set_control(rig.queue, Control())
+        await rig.engine.set_control(rig.queue, QueueControl())
         assert ids(await soon(waiting)) == [job_id]
 
     async def test_what_comes_after_a_claim_that_got_all_ends_the_next_wait(self, rig: Rig) -> None:
@@ -96,30 +97,30 @@ class LeaseContract(Contract):
     async def test_a_paused_queue_gives_nothing_and_the_others_go_on(self, rig: Rig) -> None:
         await rig.submit_one()
         there = await rig.submit_one(queue=OTHER_QUEUE)
-        await rig.engine.set_control(rig.queue, Control(paused=True))
+        await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         assert ids(await rig.engine.claim("w1", [rig.queue, OTHER_QUEUE], 10, 0)) == [there]
 
     async def test_work_in_hand_can_be_finished_in_a_paused_queue(self, rig: Rig) -> None:
         claim = await rig.start_one()
-        await rig.engine.set_control(rig.queue, Control(paused=True))
+        await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         assert await rig.engine.renew([claim.lease]) == []
-        assert await rig.succeed(claim) == [Answer.APPLIED]
+        assert await rig.succeed(claim) == [SettleResult.APPLIED]
 
     # After a lost reply ----------------------------------------------------------------------------
 
     async def test_resume_gives_what_a_lost_reply_had_granted(self, rig: Rig) -> None:
         await rig.submit(3)
         lost = await rig.claim("w1", 2)
-        resumed = await rig.engine.resume("w1", [rig.queue], ())
+        resumed = await rig.engine.recover_claims("w1", [rig.queue], ())
         assert granted(resumed) == granted(lost)
-        assert await rig.succeed(*resumed) == [Answer.APPLIED] * 2
+        assert await rig.succeed(*resumed) == [SettleResult.APPLIED] * 2
         assert [event.type for event in await rig.events()].count("task.claimed") == 2
 
     async def test_resume_leaves_out_what_is_in_hand(self, rig: Rig) -> None:
         await rig.submit(3)
         held, lost = [await rig.claim_one("w1") for _ in range(2)]
-        assert ids(await rig.engine.resume("w1", [rig.queue], {held.lease})) == [lost.job_id]
-        assert await rig.engine.resume("w1", [rig.queue], {held.lease, lost.lease}) == []
+        assert ids(await rig.engine.recover_claims("w1", [rig.queue], {held.lease})) == [lost.job_id]
+        assert await rig.engine.recover_claims("w1", [rig.queue], {held.lease, lost.lease}) == []
 
     @both_modes
     async def test_resume_gives_nothing_that_is_not_leased_to_this_worker(self, rig: Rig) -> None:
@@ -128,14 +129,14 @@ class LeaseContract(Contract):
         await rig.succeed(ended)
         await rig.settle(retrying, RetryLater(0, FAILURE))
         await rig.move(cancelled.job_id, State.CANCELLED)
-        assert await rig.engine.resume("w1", [rig.queue], ()) == []
-        assert await rig.engine.resume("stranger", [rig.queue], ()) == []
+        assert await rig.engine.recover_claims("w1", [rig.queue], ()) == []
+        assert await rig.engine.recover_claims("stranger", [rig.queue], ()) == []
 
     async def test_resume_after_a_lost_reply_to_a_reclaim(self, rig: Rig) -> None:
         await rig.start_one("w1")
         await rig.lose_leases()
         lost = await rig.reclaim_one("w2")
-        assert granted(await rig.engine.resume("w2", [rig.queue], ())) == granted([lost])
+        assert granted(await rig.engine.recover_claims("w2", [rig.queue], ())) == granted([lost])
 
     # Renewing --------------------------------------------------------------------------------------
 
@@ -145,8 +146,8 @@ class LeaseContract(Contract):
             await rig.harness.advance(rig.engine.options.visibility_timeout_ms // 2)
             assert await rig.engine.renew([claim.lease]) == []
             assert await rig.reclaim("w2") == []
-        assert await rig.succeed(claim) == [Answer.APPLIED]
-        assert await rig.story(claim.job_id) == ["task.created", "task.claimed", "task.succeeded"]
+        assert await rig.succeed(claim) == [SettleResult.APPLIED]
+        assert await rig.event_types(claim.job_id) == ["task.created", "task.claimed", "task.succeeded"]
 
     async def test_renew_names_the_leases_that_are_lost(self, rig: Rig) -> None:
         taken = await rig.start_one("w1")
@@ -155,7 +156,7 @@ class LeaseContract(Contract):
         kept, ended, cancelled = [await rig.start_one("w1") for _ in range(3)]
         await rig.succeed(ended)
         await rig.move(cancelled.job_id, State.CANCELLED)
-        never = Lease(rig.queue, kept.job_id, kept.lease.place, kept.lease.deliveries + 1, "w1")
+        never = Lease(rig.queue, kept.job_id, kept.lease.position, kept.lease.deliveries + 1, "w1")
         leases = [claim.lease for claim in (taken, kept, ended, cancelled)] + [never]
         assert await rig.engine.renew(leases) == [taken.lease, ended.lease, cancelled.lease, never]
 
@@ -178,7 +179,7 @@ class LeaseContract(Contract):
         assert await rig.engine.renew([claim.lease]) == []
         assert await rig.reclaim("w2") == []
         await rig.lose_leases()
-        assert await rig.succeed(claim) == [Answer.APPLIED]
+        assert await rig.succeed(claim) == [SettleResult.APPLIED]
 
     # Taking over -----------------------------------------------------------------------------------
 
@@ -196,14 +197,14 @@ class LeaseContract(Contract):
         assert new.lease.token != old.lease.token
         view = await rig.view(old.job_id)
         assert (view.state, view.attempt, view.worker) == (State.RUNNING, 2, "w2")
-        assert await rig.succeed(new) == [Answer.APPLIED]
+        assert await rig.succeed(new) == [SettleResult.APPLIED]
 
         reclaimed = (await rig.events(old.job_id))[2]
         assert (reclaimed.type, reclaimed.from_state, reclaimed.to_state) == ("task.reclaimed", "running", "running")
         assert (reclaimed.attempt, reclaimed.worker) == (2, "w2")
         assert (reclaimed.data or {})["old_worker"] == "w1"
         assert (reclaimed.data or {})["message_id"]
-        assert await rig.story(old.job_id) == ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"]
+        assert await rig.event_types(old.job_id) == ["task.created", "task.claimed", "task.reclaimed", "task.succeeded"]
 
     async def test_reclaim_takes_no_more_than_its_limit(self, rig: Rig) -> None:
         submitted = await rig.submit(5)
@@ -228,11 +229,11 @@ class LeaseContract(Contract):
         new = await rig.reclaim_one("w2")
         before = await rig.view(old.job_id), await rig.events()
 
-        assert await rig.settle(old, verdict) is Answer.STALE
+        assert await rig.settle(old, verdict) is SettleResult.STALE
 
         assert (await rig.view(old.job_id), await rig.events()) == before
         assert rig.engine.counts.stale_settles == 1
-        assert await rig.settle(new, verdict) is Answer.APPLIED
+        assert await rig.settle(new, verdict) is SettleResult.APPLIED
 
     @pytest.mark.parametrize("verdict", EVERY_VERDICT, ids=lambda verdict: type(verdict).__name__)
     async def test_a_worker_cannot_settle_its_first_attempt_into_its_second(self, rig: Rig, verdict: Verdict) -> None:
@@ -241,16 +242,16 @@ class LeaseContract(Contract):
         second = await rig.reclaim_one("w1")
         assert second.lease.worker == first.lease.worker
         assert await rig.engine.renew([first.lease]) == [first.lease]
-        assert await rig.settle(first, verdict) is Answer.STALE
+        assert await rig.settle(first, verdict) is SettleResult.STALE
         assert await rig.state(first.job_id) is State.RUNNING
-        assert await rig.settle(second, verdict) is Answer.APPLIED
+        assert await rig.settle(second, verdict) is SettleResult.APPLIED
 
     async def test_a_lease_is_worth_nothing_in_other_hands(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
         stolen = msgspec.structs.replace(claim, lease=msgspec.structs.replace(claim.lease, worker="w2"))
         assert await rig.engine.renew([stolen.lease]) == [stolen.lease]
-        assert await rig.succeed(stolen) == [Answer.STALE]
-        assert await rig.succeed(claim) == [Answer.APPLIED]
+        assert await rig.succeed(stolen) == [SettleResult.STALE]
+        assert await rig.succeed(claim) == [SettleResult.APPLIED]
 
     # Poison pills ----------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class LeaseContract(Contract):
         assert view.failure is not None
         assert view.failure.code == POISON_PILL
         assert rig.engine.counts.poisoned == 1
-        assert (await rig.story(claim.job_id))[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
+        assert (await rig.event_types(claim.job_id))[-3:] == ["task.dlq_pending", "task.dlq", "task.failed"]
         assert await rig.claim_due() == []
 
     async def test_a_poison_pill_waits_for_the_ledger(self, harness: EngineHarness) -> None:
@@ -282,7 +283,7 @@ class LeaseContract(Contract):
         rig = await Rig.on(harness, max_deliveries=2, retry_via={QUEUE: mode})
         claim = await rig.start_one()
         for retry_count in range(1, 6):
-            assert await rig.settle(claim, RetryLater(1_000, FAILURE)) is Answer.APPLIED
+            assert await rig.settle(claim, RetryLater(1_000, FAILURE)) is SettleResult.APPLIED
             await harness.advance(1_001)
             (claim,) = await rig.claim_due()
             assert (claim.meta.retry_count, claim.attempt) == (retry_count, retry_count + 1)
@@ -296,7 +297,7 @@ class LeaseContract(Contract):
         job_id = (await rig.start_one("w0")).job_id
         await rig.lose_leases()
         again = await rig.reclaim_one("w1")
-        assert await rig.settle(again, between) is Answer.APPLIED
+        assert await rig.settle(again, between) is SettleResult.APPLIED
         await harness.advance(1)
         assert ids(await rig.claim_due("w2")) == [job_id]
         await rig.lose_leases()
@@ -309,12 +310,12 @@ class LeaseContract(Contract):
         claim = await rig.start_one("w1")
         assert (await rig.engine.stats(rig.queue)).workers == 1
         await rig.succeed(claim)
-        await rig.engine.leave("w1", [rig.queue])
+        await rig.engine.deregister_worker("w1", [rig.queue])
         assert (await rig.engine.stats(rig.queue)).workers == 0
-        await rig.engine.leave("w1", [rig.queue, "nobody-wrote-here"])
+        await rig.engine.deregister_worker("w1", [rig.queue, "nobody-wrote-here"])
 
     async def test_a_worker_that_leaves_with_leases_loses_no_job(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
-        await rig.engine.leave("w1", [rig.queue])
+        await rig.engine.deregister_worker("w1", [rig.queue])
         await rig.lose_leases()
         assert ids(await rig.reclaim("w2")) == [claim.job_id]

@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from holdfast.core.history import check_history
 from holdfast.core.states import OPERATOR_TARGETS, State, is_legal
-from holdfast.core.verdict import Answer, Release, RetryLater, Suspend
-from holdfast.engine.port import Cancelled, Control, Controlled, Due, Engine, Notice
+from holdfast.core.verdict import Release, RetryLater, SettleResult, Suspend
+from holdfast.engine.port import Engine
+from holdfast.engine.port.operators import QueueControl
+from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice, Notice
 from holdfast.errors import TransitionInvalid, UnknownJob
 from holdfast.testing.contract.harness import FAILURE, LONG_WAIT_MS, Contract, EngineHarness, Rig, ids, soon
-from holdfast.testing.history import check_history
 
 
 class MoveContract(Contract):
@@ -27,7 +29,7 @@ class MoveContract(Contract):
             if target in OPERATOR_TARGETS and is_legal(state, target):
                 await self._expect_moved(rig, job_id, state, target)
                 if claim is not None:
-                    assert await rig.succeed(claim) != [Answer.APPLIED]
+                    assert await rig.succeed(claim) != [SettleResult.APPLIED]
             else:
                 await self._expect_refused(rig, job_id, state, target)
             await rig.succeed(*await rig.claim())
@@ -84,10 +86,10 @@ class MoveContract(Contract):
         claim, other = await rig.start_one("w1"), await rig.start_one("w1")
         assert await rig.move(claim.job_id, State.CANCELLED) is State.RUNNING
         assert await rig.engine.renew([claim.lease, other.lease]) == [claim.lease]
-        assert await rig.succeed(claim, other) == [Answer.STALE, Answer.APPLIED]
+        assert await rig.succeed(claim, other) == [SettleResult.STALE, SettleResult.APPLIED]
         await rig.lose_leases()
         assert await rig.claim_due() == []
-        assert (await rig.story(claim.job_id))[-1] == "task.cancelled"
+        assert (await rig.event_types(claim.job_id))[-1] == "task.cancelled"
         assert await rig.open_jobs() == 0
         check_history(await rig.events(), ended=True)
 
@@ -103,7 +105,7 @@ class MoveContract(Contract):
 
         for claim in claims:
             cancelled, (answer,) = await asyncio.gather(cancel(claim.job_id), rig.succeed(claim))
-            assert cancelled is (answer is Answer.STALE)
+            assert cancelled is (answer is SettleResult.STALE)
             assert await rig.state(claim.job_id) is (State.CANCELLED if cancelled else State.SUCCEEDED)
         check_history(await rig.events(), ended=True)
 
@@ -115,7 +117,7 @@ class MoveContract(Contract):
             came_from, claims = await asyncio.gather(rig.move(job_id, to), other.claim(limit=1))
             # Either way the operator wins: a job that was claimed first is taken from its worker.
             assert came_from is (State.RUNNING if claims else State.QUEUED)
-            assert await other.succeed(*claims) == [Answer.STALE] * len(claims)
+            assert await other.succeed(*claims) == [SettleResult.STALE] * len(claims)
         check_history(await rig.events())
 
     async def test_a_running_job_can_be_put_back_in_line(self, rig: Rig) -> None:
@@ -123,8 +125,8 @@ class MoveContract(Contract):
         assert await rig.move(claim.job_id, State.QUEUED) is State.RUNNING
         again = await rig.claim_one("w2")
         assert again.job_id == claim.job_id
-        assert await rig.succeed(claim) == [Answer.STALE]
-        assert await rig.succeed(again) == [Answer.APPLIED]
+        assert await rig.succeed(claim) == [SettleResult.STALE]
+        assert await rig.succeed(again) == [SettleResult.APPLIED]
         check_history(await rig.events(), ended=True)
 
     async def test_without_a_ledger_a_job_sent_to_the_dead_letters_ends(self, rig: Rig) -> None:
@@ -132,7 +134,7 @@ class MoveContract(Contract):
         assert await rig.move(job_id, State.DLQ_PENDING, reason="never again") is State.QUEUED
         assert await rig.state(job_id) is State.FAILED
         assert await rig.claim_due() == []
-        assert await rig.story(job_id) == ["task.created", "task.dlq_pending", "task.dlq", "task.failed"]
+        assert await rig.event_types(job_id) == ["task.created", "task.dlq_pending", "task.dlq", "task.failed"]
         assert (await rig.engine.stats(rig.queue)).dead_letters == 1
 
     async def test_a_queued_job_can_be_parked_and_resumed(self, rig: Rig) -> None:
@@ -179,54 +181,54 @@ class ControlContract(Contract):
     """What `control`, `set_control` and `listen` promise."""
 
     async def test_controls_are_kept(self, rig: Rig) -> None:
-        assert await rig.engine.control(rig.queue) == Control()
-        wanted = Control(paused=True, intake_paused=True, concurrency=3)
+        assert await rig.engine.get_control(rig.queue) == QueueControl()
+        wanted = QueueControl(paused=True, intake_paused=True, concurrency=3)
         await rig.engine.set_control(rig.queue, wanted)
         other = await rig.harness.make()
-        assert await other.control(rig.queue) == wanted
-        assert await other.control("letters") == Control()
-        await other.set_control(rig.queue, Control())
-        assert await rig.engine.control(rig.queue) == Control()
+        assert await other.get_control(rig.queue) == wanted
+        assert await other.get_control("letters") == QueueControl()
+        await other.set_control(rig.queue, QueueControl())
+        assert await rig.engine.get_control(rig.queue) == QueueControl()
 
     async def test_a_paused_queue_holds_back_what_falls_due(self, rig: Rig) -> None:
         job_id = await rig.submit_one(delay_ms=1_000)
-        await rig.engine.set_control(rig.queue, Control(paused=True))
+        await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         await rig.harness.advance(1_001)
         await rig.promote()
         assert await rig.claim() == []
-        await rig.engine.set_control(rig.queue, Control())
+        await rig.engine.set_control(rig.queue, QueueControl())
         assert ids(await rig.claim_due()) == [job_id]
 
     async def test_lost_leases_of_a_paused_queue_stay_until_it_goes_on(self, rig: Rig) -> None:
         claim = await rig.start_one("w1")
-        await rig.engine.set_control(rig.queue, Control(paused=True))
+        await rig.engine.set_control(rig.queue, QueueControl(paused=True))
         await rig.lose_leases()
         assert await rig.engine.reclaim("w2", [rig.queue], 10) == []
-        await rig.engine.set_control(rig.queue, Control())
+        await rig.engine.set_control(rig.queue, QueueControl())
         assert ids(await rig.engine.reclaim("w2", [rig.queue], 10)) == [claim.job_id]
 
     async def test_listeners_hear_of_a_cancelled_run(self, rig: Rig) -> None:
         listener = await self._listener(rig)
         claim = await rig.start_one()
         await rig.move(claim.job_id, State.CANCELLED)
-        await self._hears(rig, listener, Cancelled(rig.queue, claim.job_id))
+        await self._hears(rig, listener, CancelledNotice(rig.queue, claim.job_id))
 
     async def test_listeners_hear_of_a_change_of_controls(self, rig: Rig) -> None:
         listener = await self._listener(rig)
-        await rig.engine.set_control(rig.queue, Control(concurrency=2))
-        await self._hears(rig, listener, Controlled(rig.queue))
+        await rig.engine.set_control(rig.queue, QueueControl(concurrency=2))
+        await self._hears(rig, listener, ControlNotice(rig.queue))
 
     async def test_listeners_hear_when_something_falls_due_earlier(self, rig: Rig) -> None:
         listener = await self._listener(rig)
         due_at_ms = await rig.engine.now_ms() + 60_000
         await rig.submit(run_at_ms=due_at_ms)
-        await self._hears(rig, listener, Due(rig.queue, due_at_ms))
+        await self._hears(rig, listener, DueNotice(rig.queue, due_at_ms))
         claim = await rig.start_one()
         await rig.settle(claim, RetryLater(1_000, FAILURE))
         while True:
             heard = await soon(listener.listen([rig.queue], LONG_WAIT_MS))
             assert heard, "nobody said that a retry is due earlier"
-            if any(isinstance(notice, Due) and notice.at_ms < due_at_ms for notice in heard):
+            if any(isinstance(notice, DueNotice) and notice.at_ms < due_at_ms for notice in heard):
                 break
 
     async def test_listening_in_vain_ends(self, rig: Rig) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.core.job import JobView, Meta
+from holdfast.core.job import JobInfo, Meta
 from holdfast.core.states import FINAL, RESTORED_EVENT, State
 from holdfast.core.verdict import Release, RetryLater
-from holdfast.engine.port import KnownKey, Survey
+from holdfast.engine.port.feed import EngineSnapshot, SubmissionKey
 from holdfast.errors import InvalidOption
 from holdfast.testing.contract.harness import FAILURE, OTHER_QUEUE, Contract, EngineHarness, Rig, ids
 
@@ -22,7 +22,7 @@ FIELDS: dict[str, Any] = {"tenant_id": "acme", "idempotency_key": "k", "trace_id
 META = Meta(context={"user": "u1"}, max_retries=9)
 
 
-def lost(*views: JobView) -> list[JobView]:
+def lost(*views: JobInfo) -> list[JobInfo]:
     """The same jobs, in the queue that does not know them."""
     return [msgspec.structs.replace(view, queue=OTHER_QUEUE) for view in views]
 
@@ -38,26 +38,26 @@ class RecoveryContract(Contract):
     @pytest.fixture
     async def there(self, here: Rig) -> Rig:
         """Where they are restored."""
-        await here.engine.register_reader(OTHER_QUEUE)
+        await here.engine.attach_reader(OTHER_QUEUE)
         return Rig(here.harness, here.engine, OTHER_QUEUE)
 
     # A cut -----------------------------------------------------------------------------------------
 
     async def test_a_survey_names_the_unknown_and_the_end_of_the_feed(self, rig: Rig) -> None:
         before = await rig.engine.now_ms()
-        nothing = await rig.engine.survey(rig.queue, ["a"])
+        nothing = await rig.engine.snapshot(rig.queue, ["a"])
         assert (nothing.unknown, nothing.position, nothing.nonce) == (["a"], "", "")
         one, two = await rig.submit(2, delay_ms=1_000)
         await rig.succeed(await rig.start_one())
-        cut = await rig.engine.survey(rig.queue, ["b", one, "a", two])
+        cut = await rig.engine.snapshot(rig.queue, ["b", one, "a", two])
         last = (await rig.entries())[-1]
         assert (cut.unknown, cut.position, cut.nonce) == (["b", "a"], last.position, last.nonce)
         assert before <= nothing.at_ms <= cut.at_ms <= await rig.engine.now_ms()
-        assert (await rig.engine.survey(rig.queue, [])).unknown == []
+        assert (await rig.engine.snapshot(rig.queue, [])).unknown == []
 
     async def test_a_job_that_has_ended_is_known(self, here: Rig) -> None:
         made = [(await here.put_in(state))[0] for state in sorted(FINAL)]
-        assert (await here.engine.survey(here.queue, made)).unknown == []
+        assert (await here.engine.snapshot(here.queue, made)).unknown == []
 
     # In its state ----------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class RecoveryContract(Contract):
     async def test_a_job_comes_back_in_its_state(self, here: Rig, there: Rig, state: State) -> None:
         job_id, _ = await here.put_in(state, **FIELDS, meta=META)
         view = await here.view(job_id)
-        cut = await there.engine.survey(there.queue, [job_id])
+        cut = await there.engine.snapshot(there.queue, [job_id])
         assert await there.engine.restore(there.queue, cut, lost(view)) == [True]
         to = State.QUEUED if state is State.RUNNING else state
         expected = msgspec.structs.replace(view, queue=OTHER_QUEUE, state=to, worker="")
@@ -156,7 +156,7 @@ class RecoveryContract(Contract):
     async def test_a_job_that_has_ended_is_never_restored(self, here: Rig, there: Rig) -> None:
         for state in sorted(FINAL):
             ended, opened = await here.view((await here.put_in(state))[0]), await here.view(await here.submit_one())
-            cut = await there.engine.survey(there.queue, [])
+            cut = await there.engine.snapshot(there.queue, [])
             with pytest.raises(InvalidOption):
                 await there.engine.restore(there.queue, cut, lost(opened, ended))
             await here.succeed(*await here.claim())
@@ -170,7 +170,7 @@ class RecoveryContract(Contract):
         await self._restore(there, views[1])
         await there.settle(await there.claim_one(), RetryLater(60_000, FAILURE))
         before = await there.view(views[1].job_id)
-        cut = await there.engine.survey(there.queue, [view.job_id for view in views])
+        cut = await there.engine.snapshot(there.queue, [view.job_id for view in views])
         assert cut.unknown == [views[0].job_id, views[2].job_id]
         assert await there.engine.restore(there.queue, cut, lost(*views)) == [True, False, True]
         entries = await there.entries()
@@ -182,7 +182,7 @@ class RecoveryContract(Contract):
 
     async def test_a_job_that_ended_since_the_cut_stays_ended(self, here: Rig, there: Rig) -> None:
         view = await here.view(await here.submit_one())
-        cut = await there.engine.survey(there.queue, [view.job_id])
+        cut = await there.engine.snapshot(there.queue, [view.job_id])
         await there.engine.submit([there.envelope(job_id=view.job_id)])
         await there.succeed(await there.claim_one())
         position = (await there.entries())[0]
@@ -192,12 +192,12 @@ class RecoveryContract(Contract):
 
     async def test_nothing_is_restored_on_another_feed(self, here: Rig, there: Rig) -> None:
         view = await here.view(await here.submit_one())
-        empty = await there.engine.survey(there.queue, [view.job_id])
+        empty = await there.engine.snapshot(there.queue, [view.job_id])
         await there.submit_one(delay_ms=60_000)
-        cut = await there.engine.survey(there.queue, [view.job_id])
-        elsewhere = await here.engine.survey(here.queue, [view.job_id])
+        cut = await there.engine.snapshot(there.queue, [view.job_id])
+        elsewhere = await here.engine.snapshot(here.queue, [view.job_id])
         other_nonce = msgspec.structs.replace(cut, nonce="0" * 12)
-        for wrong in (empty, elsewhere, other_nonce, Survey([], "1", cut.nonce, cut.at_ms)):
+        for wrong in (empty, elsewhere, other_nonce, EngineSnapshot([], "1", cut.nonce, cut.at_ms)):
             assert await there.engine.restore(there.queue, wrong, lost(view)) == [False]
         assert await there.find(view.job_id) is None
         assert len(await there.entries()) == 1
@@ -208,7 +208,7 @@ class RecoveryContract(Contract):
     async def test_a_large_batch_on_an_empty_feed(self, here: Rig, there: Rig) -> None:
         made = await here.submit(1_100)
         views = [view for view in await here.engine.get(here.queue, made) if view]
-        cut = await there.engine.survey(there.queue, made[:1])
+        cut = await there.engine.snapshot(there.queue, made[:1])
         assert await there.engine.restore(there.queue, cut, lost(*views)) == [True] * 1_100
         assert [event.job_id for event in await there.events()] == made
         assert (await there.engine.stats(there.queue)).states[State.QUEUED] == 1_100
@@ -230,7 +230,7 @@ class RecoveryContract(Contract):
     async def test_a_key_that_was_refilled_stays_with_its_open_job(self, here: Rig, there: Rig) -> None:
         job_id, _ = await here.put_in(State.QUEUED, **FIELDS)
         now = await there.engine.now_ms()
-        await there.engine.remember_keys(there.queue, [KnownKey("acme", "k", job_id, now + 60_000)])
+        await there.engine.restore_keys(there.queue, [SubmissionKey("acme", "k", job_id, now + 60_000)])
         await self._restore(there, await here.view(job_id))
         await there.harness.advance(60_001)
         assert await self._first(there, tenant_id="acme") == (job_id, True)
@@ -239,7 +239,7 @@ class RecoveryContract(Contract):
         job_id, _ = await here.put_in(State.QUEUED, **FIELDS | {"meta": Meta(key_window_ms=60_000)})
         now = await there.engine.now_ms()
         # What is remembered of open jobs is kept for long, since nobody knows when they come back.
-        await there.engine.remember_keys(there.queue, [KnownKey("acme", "k", job_id, now + 600_000)])
+        await there.engine.restore_keys(there.queue, [SubmissionKey("acme", "k", job_id, now + 600_000)])
         await self._restore(there, await here.view(job_id))
         await there.harness.advance(60_001)
         assert await self._first(there, tenant_id="acme") == (job_id, True)
@@ -258,13 +258,13 @@ class RecoveryContract(Contract):
     async def test_keys_are_remembered_until_they_end(self, rig: Rig) -> None:
         now = await rig.engine.now_ms()
         known = [
-            KnownKey("default", "k", "first", now + 60_000),
-            KnownKey("acme", "k", "theirs", now + 120_000),
-            KnownKey("default", "old", "gone", now - 1),
+            SubmissionKey("default", "k", "first", now + 60_000),
+            SubmissionKey("acme", "k", "theirs", now + 120_000),
+            SubmissionKey("default", "old", "gone", now - 1),
         ]
-        await rig.engine.remember_keys(rig.queue, known)
-        await rig.engine.remember_keys(rig.queue, [KnownKey("default", "k", "second", now + 120_000)])
-        await rig.engine.remember_keys(rig.queue, [])
+        await rig.engine.restore_keys(rig.queue, known)
+        await rig.engine.restore_keys(rig.queue, [SubmissionKey("default", "k", "second", now + 120_000)])
+        await rig.engine.restore_keys(rig.queue, [])
         assert await self._first(rig) == ("first", True)
         assert await self._first(rig, tenant_id="acme") == ("theirs", True)
         assert (await self._first(rig, key="old"))[1] is False
@@ -277,12 +277,12 @@ class RecoveryContract(Contract):
     async def test_a_key_that_is_known_stays_as_it_is(self, rig: Rig) -> None:
         job_id = await rig.submit_one(idempotency_key="k")
         now = await rig.engine.now_ms()
-        await rig.engine.remember_keys(rig.queue, [KnownKey("default", "k", "other", now + 1_000)])
+        await rig.engine.restore_keys(rig.queue, [SubmissionKey("default", "k", "other", now + 1_000)])
         await rig.harness.advance(2_000)
         assert await self._first(rig) == (job_id, True)
 
-    async def _restore(self, rig: Rig, *views: JobView) -> None:
-        cut = await rig.engine.survey(rig.queue, [view.job_id for view in views])
+    async def _restore(self, rig: Rig, *views: JobInfo) -> None:
+        cut = await rig.engine.snapshot(rig.queue, [view.job_id for view in views])
         assert await rig.engine.restore(rig.queue, cut, lost(*views)) == [True] * len(views)
 
     async def _first(self, rig: Rig, key: str = "k", **fields: Any) -> tuple[str, bool]:

@@ -1,0 +1,255 @@
+"""Helpers for asyncio, threads and TCP servers that do not depend on jobs.
+
+- `is_own_cancellation`, `raise_if_cancelled`: distinguish a cancellation of the current task from a `CancelledError`
+  that a library or the user's function raised.
+- `LoopThread`: a coroutine in its own thread with its own event loop, for work that must not wait for user code, nor
+  user code for it (renewing leases, projecting).
+- `serve_tcp`: a TCP server for the duration of a block; nothing of it remains afterwards.
+- `BlockingPortal`: an event loop in a thread for callers without one (Django views, scripts, threads). One per app,
+  started with the first blocking call; a process forked after that gets a new one.
+- `DaemonThreads`: threads for functions that are not `async`. They are not an executor's, because the standard one
+  joins its threads at interpreter exit, and one function that never returns would keep a drained worker alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from queue import SimpleQueue
+from typing import Any, Final, Protocol, TypeVar
+
+from holdfast.errors import UsageError
+from holdfast.forking import leave_to_parent, on_fork
+
+
+def is_own_cancellation(exc: BaseException) -> bool:
+    """Whether the error is a cancellation of the current task, which has to end then."""
+    task = asyncio.current_task()
+    return isinstance(exc, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
+
+
+def raise_if_cancelled() -> None:
+    """Raises `CancelledError` if the current task has been told to end, and a library has made something else of it."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+_log: Final = logging.getLogger("holdfast.thread")
+
+
+class LoopThread:
+    """`start`, then `stop`, both from one other event loop. A daemon: it keeps no process alive."""
+
+    def __init__(
+        self,
+        name: str,
+        live: Callable[[], Coroutine[Any, Any, None]],
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    ) -> None:
+        """`live` is cancelled by `stop`, and must then come to its end."""
+        self._live = live
+        self._loop_factory = loop_factory
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        #: Whether it is to end. Read it where a cancellation may come too early to be noticed.
+        self.stopping = False
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End it, and wait for that."""
+        self.stopping = True
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._cancel)
+            except RuntimeError:
+                # It has ended by itself in this moment.
+                _log.debug("%s had closed its loop already", self._thread.name)
+        await asyncio.to_thread(self._thread.join)
+
+    # From here on: the thread itself -----------------------------------------------------------------
+
+    def _main(self) -> None:
+        with asyncio.Runner(loop_factory=self._loop_factory) as runner:
+            self._loop = runner.get_loop()
+            try:
+                runner.run(self._run())
+            except asyncio.CancelledError:
+                _log.debug("%s ends", self._thread.name)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        self._task = asyncio.current_task()
+        await self._live()
+
+
+#: From the acceptance of a connection until its task has begun, asyncio takes so many turns of the loop. One that a
+#: closed server is still about to begin is closed by nobody.
+_TURNS: Final = 4
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Socket(Protocol):
+    """What listens."""
+
+    def fileno(self) -> int: ...
+
+
+async def stop_accepting(sockets: Iterable[Socket]) -> None:
+    """Before a server is closed: whoever has not been accepted yet never is, and all others are being served."""
+    for sock in sockets:
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def serve_tcp(serve: Serve, host: str, port: int = 0, *, limit: int = 2**16) -> AsyncIterator[int]:
+    """Run `serve` for each connection until the block ends; gives the port (0 asks for a free one).
+
+    A connection is closed when its `serve` returns; those that are still open at the end are cut.
+    """
+    connections: set[asyncio.Task[None]] = set()
+
+    async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            await serve(reader, writer)
+            writer.close()
+        except asyncio.CancelledError:
+            # The end of the block: nobody awaits this task, and asyncio takes its cancellation for an error.
+            pass
+        finally:
+            if not writer.is_closing():
+                writer.transport.abort()
+            connections.discard(task)
+
+    server = await asyncio.start_server(begin, host, port, limit=limit)
+    try:
+        yield int(server.sockets[0].getsockname()[1])
+    finally:
+        await stop_accepting(server.sockets)
+        server.close()
+        cut = list(connections)
+        for connection in cut:
+            connection.cancel()
+        await asyncio.gather(*cut, return_exceptions=True)
+        # A transport that is aborted closes its socket in the next turn.
+        await asyncio.sleep(0)
+
+
+T = TypeVar("T")
+
+
+class BlockingPortal:
+    """Runs coroutines for callers that block until they are done."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a child process: threads do not survive a fork, and the lock may have been held by one of them."""
+        self._lock = threading.Lock()
+        leave_to_parent((self._loop, self._thread))
+        self._loop = self._thread = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its thread runs, in this process."""
+        return self._loop is not None
+
+    def call(self, what: str, make: Callable[[], Coroutine[Any, Any, T]], instead: str) -> T:
+        """The result of `make()`; `UsageError` where blocking would stop a running event loop."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            future = asyncio.run_coroutine_threadsafe(make(), self._open())
+        else:
+            raise UsageError(f"{what} would block the event loop that runs here; use `{instead}`")
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `last` on the door's loop, then end its thread. Does nothing if it was never opened."""
+        if not self.is_open:
+            return
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(last(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+    def _open(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=_serve, args=(self._loop,), name="holdfast-door", daemon=True)
+                self._thread.start()
+            return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+Work = Callable[[], None]
+
+
+class DaemonThreads:
+    """As many threads as there is work at the same moment; idle ones are used again. The caller bounds the work."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._count = 0
+
+    def start(self, work: Work) -> None:
+        """Run `work`, which must not raise, in a thread at once."""
+        self._work.put(work)
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+                return
+            self._count += 1
+            number = self._count
+        threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True).start()
+
+    def close(self) -> None:
+        """Let idle threads end; busy ones end after their work."""
+        for _ in range(self._count):
+            self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            # Not kept while waiting: it holds the job's arguments.
+            del work
+            with self._lock:
+                self._idle += 1

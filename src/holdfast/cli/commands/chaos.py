@@ -1,0 +1,230 @@
+"""`holdfast chaos`: a real deployment under load and under fire; then it is proved that nothing was lost."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from holdfast.cli.command import AsJson, ExitCode, command
+from holdfast.cli.output import emit_json, emit_rows, note
+from holdfast.cli.session import EngineTarget
+from holdfast.errors import UsageError
+from holdfast.extras import require
+
+if TYPE_CHECKING:
+    from holdfast.verification.chaos.report import ChaosReport
+    from holdfast.verification.chaos.run import Progress
+
+
+#: Defects that are shown; all are counted.
+_SHOWN: Final = 30
+_JOBS: Final = 2_000
+_FAULTS: Final = 20
+_LONG_JOBS: Final = 100_000
+_LONG_FAULTS: Final = 200
+#: A line for a log now and then, where nobody looks at bars.
+_LINE_EVERY_S: Final = 10.0
+
+
+class TopologyName(StrEnum):
+    """Kinds of Redis."""
+
+    SINGLE = "single"
+    SENTINEL = "sentinel"
+    CLUSTER = "cluster"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "chaos",
+        examples=(
+            "holdfast chaos",
+            "holdfast chaos --jobs 500 --faults 10 --seed 7",
+            "holdfast chaos --long --report chaos.json",
+            "holdfast chaos --topology sentinel --keep --folder /tmp/chaos",
+        ),
+    )(chaos)
+
+
+async def chaos(
+    at: EngineTarget,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="How many jobs to submit. Default: 2,000.", show_default=False)
+    ] = None,
+    faults: Annotated[
+        int | None, typer.Option(min=0, help="How many faults strike meanwhile. Default: 20.", show_default=False)
+    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="100,000 jobs and 200 faults, unless you say: half an hour or so.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Decides jobs and faults. Default: a new one.", show_default=False)
+    ] = None,
+    topology: Annotated[TopologyName, typer.Option(help="The kind of Redis.")] = TopologyName.SINGLE,
+    workers: Annotated[int, typer.Option(min=1, max=20, help="Worker processes.")] = 3,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1, help="Jobs a second. Default: so that the load lasts as long as the faults.", show_default=False
+        ),
+    ] = None,
+    min_replicas: Annotated[
+        int,
+        typer.Option(min=0, max=1, help="With Sentinel and Cluster: replicas a master needs to accept anything."),
+    ] = 0,
+    redis_server: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The redis-server to run. Default: the one on PATH.", show_default=False),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For logs and journal; kept. Default: a temporary one.", show_default=False),
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder although all is well.")] = False,
+    report_file: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the report as JSON.", show_default=False)
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write it as Markdown.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a deployment of workers, upkeep, server, Redis and PostgreSQL on this machine, and hurt it by a seed.
+
+    Kills, stops, restarts, cut and slow connections, lost replies, full disks, fail-overs. Then everything is healed,
+    and checked: no accepted job lost, one end each, effects at most once, nothing left in Redis. Exit code 1 if not.
+    Starts stores of its own, and touches no others: --url and --namespace say nothing here.
+    """
+    if sys.platform != "linux":
+        raise UsageError(f"holdfast chaos runs on Linux only, not on {sys.platform}; run it there, or in a container")
+    require("holdfast chaos", "fastapi", "httpx", "uvicorn", "alembic", "asyncpg", "hiredis", "redis")
+    from holdfast.verification.chaos.report import document
+    from holdfast.verification.chaos.report import markdown as as_markdown
+    from holdfast.verification.chaos.run import ChaosOptions, run
+
+    wish = ChaosOptions(
+        seed=secrets.randbelow(2**31) if seed is None else seed,
+        jobs=jobs or (_LONG_JOBS if long else _JOBS),
+        faults=faults if faults is not None else (_LONG_FAULTS if long else _FAULTS),
+        topology=topology.value,
+        workers=workers,
+        rate=rate or 0.0,
+        redis_binary=redis_server,
+        min_replicas=min_replicas,
+    )
+    if min_replicas and topology is TopologyName.SINGLE:
+        raise UsageError("a single Redis has no replicas: --min-replicas is for --topology sentinel or cluster")
+    note(f"seed {wish.seed}; the same again: {wish.command}")
+    place = folder or Path(tempfile.mkdtemp(prefix="holdfast-chaos-"))
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty; name a new folder, or none")
+    place.mkdir(parents=True, exist_ok=True)
+    with _log_to(place / "chaos.log"), _ChaosScreen() as screen:
+        report = await run(wish, place, screen.show)
+    if report_file is not None:
+        report_file.write_bytes(msgspec.json.format(msgspec.json.encode(document(report)), indent=2) + b"\n")
+    if markdown is not None:
+        markdown.write_text(as_markdown(report))
+    if as_json:
+        emit_json(document(report))
+    else:
+        _print(report)
+    if report.ok and folder is None and not keep:
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        note(f"logs and journal are in {place}")
+    if not report.ok:
+        note(f"NOT sound. Seed {wish.seed}; the same again: {wish.command}")
+    raise typer.Exit(ExitCode.OK if report.ok else ExitCode.FAILED)
+
+
+@contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    """What the submitter logs while stores are away would bury everything else."""
+    log, handler = logging.getLogger("holdfast"), logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+        handler.close()
+
+
+def _print(report: ChaosReport) -> None:
+    from holdfast.verification.chaos.report import FAULT_COLUMNS, faults_table, summary
+
+    emit_rows(("what", ""), summary(report), empty="")
+    print()
+    emit_rows(FAULT_COLUMNS, faults_table(report.struck), empty="no fault was done")
+    for what, why in report.cannot.items():
+        note(f"{what} cannot be done here: {why}")
+    for defect in report.findings.defects[:_SHOWN]:
+        note(defect)
+    if report.findings.defect_count > _SHOWN:
+        note(f"… and {report.findings.defect_count - _SHOWN} more")
+
+
+class _ChaosScreen:
+    """Bars for a person, lines for a log; on stderr."""
+
+    def __init__(self) -> None:
+        self._bars: Bars | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._phase = ""
+        self._told_at = 0.0
+        if sys.stderr.isatty():
+            columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bars = Bars(*columns, console=Console(stderr=True, highlight=False), transient=True)
+
+    def __enter__(self) -> _ChaosScreen:
+        if self._bars is not None:
+            self._bars.start()
+            self._tasks = {name: self._bars.add_task(name, total=None) for name in ("accepted", "ended", "faults")}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def show(self, progress: Progress) -> None:
+        """How far it is."""
+        if self._bars is None:
+            self._line(progress)
+            return
+        for name, done, total in (
+            ("accepted", progress.accepted, progress.jobs),
+            ("ended", progress.ended, progress.jobs),
+            ("faults", progress.struck, progress.faults),
+        ):
+            self._bars.update(self._tasks[name], completed=done, total=total or None)
+        if progress.message or progress.phase != self._phase:
+            self._bars.console.print(progress.message or progress.phase)
+        self._phase = progress.phase
+
+    def _line(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.phase == self._phase and not progress.message and now - self._told_at < _LINE_EVERY_S:
+            return
+        self._phase, self._told_at = progress.phase, now
+        counts = progress.open_jobs or f"{progress.accepted:,} accepted, {progress.struck} of {progress.faults} faults"
+        note(f"{progress.phase}: {progress.message or counts}")

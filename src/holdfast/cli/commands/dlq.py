@@ -1,0 +1,388 @@
+"""`holdfast dlq`: list, group, show, replay, discard, confirm and keep dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from holdfast.cli.command import AsJson, command
+from holdfast.cli.confirm import All, DryRun, Rate, Yes, confirm, confirm_count, parse_rate, print_report, selects_ids
+from holdfast.cli.event_view import (
+    changes_text,
+    dead_letter_detail_document,
+    dead_letter_document,
+    dead_letter_facts,
+    dead_letter_row,
+    event_rows,
+    group_document,
+    group_row,
+)
+from holdfast.cli.output import emit_facts, emit_json, emit_rows, note, visible
+from holdfast.cli.parse import (
+    AppName,
+    Code,
+    DlqId,
+    DlqIds,
+    Fingerprint,
+    OneOfQueues,
+    Reason,
+    RequiredReason,
+    Since,
+    Statuses,
+    Task,
+    Tenant,
+    Until,
+    Words,
+    dead_letter_filter,
+    edit_payload,
+)
+from holdfast.cli.prefixes import abbreviated, queries_of, whole_dead_letter_ids
+from holdfast.cli.session import EngineTarget, open_operations
+from holdfast.errors import HoldfastError, InvalidOption, Unavailable
+from holdfast.ledger.port.operators import DeadLetterStatus
+from holdfast.operations.bulk import BulkReport, BulkResult
+
+if TYPE_CHECKING:
+    from holdfast.core.principal import Principal
+    from holdfast.operations.dead_letters import DeadLetterOperations
+
+
+dlq = typer.Typer(help="Dead letters: look, replay, discard by two people.", no_args_is_help=True)
+
+_COLUMNS: Final = ("letter", "task", "queue", "tenant", "failed", "status", "error")
+
+
+@command(
+    dlq,
+    "list",
+    examples=(
+        "holdfast dlq list --status open",
+        "holdfast dlq list --task charge --since 2d --text timeout --limit 20",
+        "holdfast dlq list --fingerprint 9f2c4b1a7d3e5f60 --json | jq '.[].dlq_id'",
+    ),
+)
+async def list_dead_letters(
+    at: EngineTarget,
+    task: Task = None,
+    queue: OneOfQueues = None,
+    tenant: Tenant = None,
+    code: Code = None,
+    fingerprint: Fingerprint = None,
+    since: Since = None,
+    until: Until = None,
+    text: Words = None,
+    status: Statuses = None,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
+    cursor: Annotated[
+        str | None,
+        typer.Option(metavar="CURSOR", help="Go on where a list ended, as told on stderr.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Dead letters, newest first. If there are more, stderr says how to go on."""
+    async with open_operations(at) as (offices, person):
+        wanted = await dead_letter_filter(offices, task, queue, tenant, code, fingerprint, since, until, text, status)
+        page = await offices.dead_letters.list(person, wanted, limit, cursor)
+        now_ms = await offices.engine.now_ms()
+    if as_json:
+        emit_json([dead_letter_document(letter) for letter in page.dead_letters])
+    else:
+        emit_rows(_COLUMNS, [dead_letter_row(letter, now_ms) for letter in page.dead_letters], empty="no dead letters")
+    if page.cursor is not None:
+        note(f"there may be more: --cursor {page.cursor}")
+
+
+@command(
+    dlq,
+    "groups",
+    examples=("holdfast dlq groups", "holdfast dlq groups --since 1d --json | jq '.[0].fingerprint'"),
+)
+async def groups(
+    at: EngineTarget,
+    task: Task = None,
+    queue: OneOfQueues = None,
+    tenant: Tenant = None,
+    code: Code = None,
+    fingerprint: Fingerprint = None,
+    since: Since = None,
+    until: Until = None,
+    text: Words = None,
+    status: Statuses = None,
+    as_json: AsJson = False,
+) -> None:
+    """Kinds of error that letters died of, the most frequent first; without --status only open letters count."""
+    async with open_operations(at) as (offices, person):
+        chosen = status or [DeadLetterStatus.OPEN]
+        wanted = await dead_letter_filter(offices, task, queue, tenant, code, fingerprint, since, until, text, chosen)
+        found = await offices.dead_letters.groups(person, wanted)
+        now_ms = await offices.engine.now_ms()
+    if as_json:
+        emit_json([group_document(group) for group in found])
+        return
+    columns = ("fingerprint", "task", "letters", "first", "last", "error")
+    emit_rows(columns, [group_row(group, now_ms) for group in found], empty="no dead letters")
+
+
+@command(
+    dlq,
+    "show",
+    examples=(
+        "holdfast dlq show 019a2f31c07d7e0ab1c2d3e4f5a6b7c8",
+        "holdfast dlq show 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --json | jq .payload > payload.json",
+    ),
+)
+async def show(at: EngineTarget, dlq_id: DlqId, as_json: AsJson = False) -> None:
+    """One dead letter: payload, error, stack, and every step of its job."""
+    async with open_operations(at) as (offices, person):
+        letters = offices.dead_letters
+        letter = await abbreviated(
+            queries_of(offices), "dead letter", person, dlq_id, lambda whole: letters.show(person, whole)
+        )
+    if as_json:
+        emit_json(dead_letter_detail_document(letter))
+        return
+    emit_facts(dead_letter_facts(letter), 12)
+    print()
+    emit_rows(
+        ("when", "after", "what", "detail"), event_rows(letter.events), empty="the ledger has its story no longer"
+    )
+    if letter.stack:
+        print()
+        print(visible(letter.stack.rstrip()))
+
+
+@command(
+    dlq,
+    "replay",
+    examples=(
+        "holdfast dlq replay 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'the bank is back'",
+        "holdfast dlq replay 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --set amount=12 --set currency=EUR",
+        "holdfast dlq replay 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --edit payload.json --app shop.py:app --yes",
+        "holdfast dlq replay --fingerprint 9f2c4b1a7d3e5f60 --dry-run",
+        "holdfast dlq replay --all --rate 20/s --reason 'after the outage' --yes",
+    ),
+)
+async def replay(
+    at: EngineTarget,
+    dlq_ids: DlqIds = None,
+    edit: Annotated[
+        str | None,
+        typer.Option("--edit", metavar="FILE", help="The payload instead, as JSON; - is stdin.", show_default=False),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Change one argument; repeatable.", show_default=False),
+    ] = None,
+    task: Task = None,
+    queue: OneOfQueues = None,
+    tenant: Tenant = None,
+    code: Code = None,
+    fingerprint: Fingerprint = None,
+    since: Since = None,
+    until: Until = None,
+    text: Words = None,
+    everything: All = False,
+    reason: Reason = "",
+    rate: Rate = "50/s",
+    app: AppName = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send dead letters back to work, as new jobs: some by their ids, or every open one of a filter, or all.
+
+    The new job's effects are still the first one's. An edited payload is shown beside the old one before anything is
+    done. A replay of many can be broken off with Ctrl-C; the same command goes on with the rest.
+    """
+    ids, per_s = dlq_ids or [], parse_rate(rate)
+    given = (task, queue, tenant, code, fingerprint, since, until, text)
+    single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
+    if (edit is not None or change) and len(ids) != 1:
+        raise InvalidOption("--edit and --set are for one letter, by its id")
+    async with open_operations(at, app) as (offices, person):
+        letters = offices.dead_letters
+        ids = await whole_dead_letter_ids(offices, person, ids)
+        if edit is not None or change:
+            report = await _replay_edited(
+                letters, person, ids[0], edit, change or [], reason, dry_run=dry_run, yes=yes
+            )  # fmt: skip
+        elif single:
+            report = await _each(
+                ids, dry_run, lambda dlq_id: _replay_one(letters, person, dlq_id, reason, None), letters, person
+            )  # fmt: skip
+        else:
+            wanted = await dead_letter_filter(offices, *given, None)
+            many = partial(letters.replay_many, person, wanted, reason=reason, rate_per_s=per_s)
+            question = f"Replay {{}}, {per_s:g} a second?"
+            report = await confirm_count(many, question, "dead letter", "replaying", dry_run=dry_run, yes=yes)
+    print_report(report, "letter", as_json=as_json)
+
+
+@command(
+    dlq,
+    "discard",
+    examples=(
+        "holdfast dlq discard 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'customer withdrew'",
+        "holdfast dlq discard --task newsletter --until 30d --reason 'nobody reads it any more' --dry-run",
+    ),
+)
+async def discard(
+    at: EngineTarget,
+    dlq_ids: DlqIds = None,
+    task: Task = None,
+    queue: OneOfQueues = None,
+    tenant: Tenant = None,
+    code: Code = None,
+    fingerprint: Fingerprint = None,
+    since: Since = None,
+    until: Until = None,
+    text: Words = None,
+    everything: All = False,
+    reason: RequiredReason = "",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ask for dead letters to be thrown away. Somebody else, with a token of their own, has to confirm."""
+    given = (task, queue, tenant, code, fingerprint, since, until, text)
+    ids = dlq_ids or []
+    single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
+    async with open_operations(at) as (offices, person):
+        letters = offices.dead_letters
+
+        async def ask(dlq_id: str) -> BulkResult:
+            await letters.discard(person, dlq_id, reason)
+            return BulkResult(id=dlq_id, done=True)
+
+        if single:
+            ids = await whole_dead_letter_ids(offices, person, ids)
+            report = await _each(ids, dry_run, ask, letters, person)
+        else:
+            wanted = await dead_letter_filter(offices, *given, None)
+            many = partial(letters.discard_many, person, wanted, reason=reason)
+            report = await confirm_count(many, "Ask to discard {}?", "dead letter", "asking", dry_run=dry_run, yes=yes)
+    print_report(report, "letter", as_json=as_json)
+
+
+@command(
+    dlq,
+    "confirm",
+    examples=(
+        "holdfast dlq confirm 019a2f31c07d7e0ab1c2d3e4f5a6b7c8",
+        "holdfast dlq confirm --task newsletter --yes",
+    ),
+)
+async def confirm_discard(
+    at: EngineTarget,
+    dlq_ids: DlqIds = None,
+    task: Task = None,
+    queue: OneOfQueues = None,
+    tenant: Tenant = None,
+    code: Code = None,
+    fingerprint: Fingerprint = None,
+    since: Since = None,
+    until: Until = None,
+    text: Words = None,
+    everything: All = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Throw dead letters away that another person has asked for. Whoever asked is refused."""
+    given = (task, queue, tenant, code, fingerprint, since, until, text)
+    ids = dlq_ids or []
+    single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
+    async with open_operations(at) as (offices, person):
+        letters = offices.dead_letters
+
+        async def agree(dlq_id: str) -> BulkResult:
+            await letters.confirm(person, dlq_id)
+            return BulkResult(id=dlq_id, done=True)
+
+        if single:
+            ids = await whole_dead_letter_ids(offices, person, ids)
+            report = await _each(ids, dry_run, agree, letters, person)
+        else:
+            wanted = await dead_letter_filter(offices, *given, None)
+            many = partial(letters.confirm_many, person, wanted)
+            report = await confirm_count(
+                many, "Throw {} away for good?", "dead letter", "discarding", dry_run=dry_run, yes=yes
+            )
+    print_report(report, "letter", as_json=as_json)
+
+
+@command(
+    dlq,
+    "keep",
+    examples=("holdfast dlq keep 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'we found the customer'",),
+)
+async def keep(
+    at: EngineTarget, dlq_ids: DlqIds = None, reason: Reason = "", dry_run: DryRun = False, as_json: AsJson = False
+) -> None:
+    """Dead letters that somebody wants to discard are kept after all, and open again."""
+    ids = dlq_ids or []
+    selects_ids(ids, filtered=False, everything=False)
+    async with open_operations(at) as (offices, person):
+
+        async def act(dlq_id: str) -> BulkResult:
+            await offices.dead_letters.keep(person, dlq_id, reason)
+            return BulkResult(id=dlq_id, done=True)
+
+        ids = await whole_dead_letter_ids(offices, person, ids)
+        report = await _each(ids, dry_run, act, offices.dead_letters, person)
+    print_report(report, "letter", as_json=as_json)
+
+
+async def _each(
+    ids: list[str],
+    dry_run: bool,
+    act: Callable[[str], Awaitable[BulkResult]],
+    letters: DeadLetterOperations,
+    person: Principal,
+) -> BulkReport:
+    """Those that were named, one by one; a wrong one hinders no other."""
+    chosen = list(dict.fromkeys(ids))
+    if dry_run:
+        for dlq_id in chosen:
+            await letters.show(person, dlq_id)
+        return BulkReport(matched=len(chosen), dry_run=True)
+    results = []
+    for dlq_id in chosen:
+        try:
+            results.append(await act(dlq_id))
+        except HoldfastError as exc:
+            if len(chosen) == 1 or isinstance(exc, Unavailable):
+                raise
+            results.append(BulkResult(id=dlq_id, done=False, code=exc.code, message=str(exc)))
+    return BulkReport(matched=len(chosen), dry_run=False, results=results)
+
+
+async def _replay_edited(
+    letters: DeadLetterOperations,
+    person: Principal,
+    dlq_id: str,
+    edit: str | None,
+    pairs: list[str],
+    reason: str,
+    *,
+    dry_run: bool,
+    yes: bool,
+) -> BulkReport:
+    letter = await letters.show(person, dlq_id)
+    payload = edit_payload(letter.payload.text, edit, pairs)
+    changes = await letters.diff(person, dlq_id, payload)
+    note(changes_text(changes))
+    if dry_run:
+        return BulkReport(matched=1, dry_run=True)
+    confirm(f"Replay {dlq_id} with this payload?", yes=yes)
+    return BulkReport(matched=1, dry_run=False, results=[await _replay_one(letters, person, dlq_id, reason, payload)])
+
+
+async def _replay_one(
+    letters: DeadLetterOperations, person: Principal, dlq_id: str, reason: str, payload: bytes | None
+) -> BulkResult:
+    done = await letters.replay(person, dlq_id, reason=reason, payload=payload)
+    return BulkResult(id=dlq_id, done=True, job_id=done.job_id)

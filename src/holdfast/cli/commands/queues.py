@@ -1,0 +1,275 @@
+"""`holdfast queues`: how full they are, and an operator's hand on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from holdfast.cli.command import AsJson, Queues, command
+from holdfast.cli.output import emit_json, emit_rows, on_terminal
+from holdfast.cli.session import EngineTarget, open_operations, partial_result
+from holdfast.core.states import FINAL, State
+from holdfast.core.text import check_name
+from holdfast.engine.port.operators import QueueControl, TenantControl
+from holdfast.errors import InvalidOption, NotFound
+from holdfast.operations.queues import QueueInfo
+
+if TYPE_CHECKING:
+    from holdfast.core.principal import Principal
+    from holdfast.operations.operations import Operations
+
+
+queues = typer.Typer(help="How full queues are; pause, limit and resume them.", no_args_is_help=True)
+
+_OPEN: Final = tuple(state for state in State if state not in FINAL)
+#: Takes a limit away.
+_NONE: Final = "none"
+
+Names = Annotated[list[str], typer.Argument(metavar="QUEUE...", help="One or more queues.")]
+Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue.")]
+Limit = Annotated[str, typer.Argument(metavar="N", help="A number, or none.")]
+Intake = Annotated[bool, typer.Option("--intake", help="New submissions, not the work on what is there.")]
+New = Annotated[bool, typer.Option("--new", help="Also a queue that no job was ever submitted to.")]
+Reason = Annotated[str, typer.Option(help="Why; kept in the log.")]
+
+
+@command(queues, "list", examples=("holdfast queues list", "holdfast queues list --json | jq '.[].states.queued'"))
+async def list_queues(at: EngineTarget, queue: Queues = None, as_json: AsJson = False) -> None:
+    """Every queue: open jobs by state, workers, dead letters, controls."""
+    async with open_operations(at) as (offices, person):
+        found, missing = await partial_result(offices.operating.queues(person, queue or ()))
+    _show(found, as_json=as_json)
+    if missing is not None:
+        raise missing
+
+
+def _show(found: Sequence[QueueInfo], *, as_json: bool) -> None:
+    if as_json:
+        emit_json([_document(view) for view in found])
+        return
+    # A person wants to see what there is; a program counts on every column.
+    shown = [state for state in _OPEN if not on_terminal() or any(view.states.get(state) for view in found)]
+    columns = ("queue", *(state.value for state in shown), "delayed", "workers", "dead letters", "control")
+    emit_rows(columns, [_row(view, shown) for view in found], empty="no queue has ever had a job here")
+
+
+@command(
+    queues,
+    "pause",
+    examples=("holdfast queues pause mail --reason 'the server moves'", "holdfast queues pause mail --intake"),
+)
+async def pause(
+    at: EngineTarget,
+    names: Names,
+    intake: Intake = False,
+    new: New = False,
+    reason: Reason = "",
+    as_json: AsJson = False,
+) -> None:
+    """Workers take nothing more from the queue; what runs goes on. With --intake new jobs are refused instead."""
+    verb, change = ("pause_intake", {"intake_paused": True}) if intake else ("pause", {"paused": True})
+    await _control(at, names, verb, reason, change, new=new, as_json=as_json)
+
+
+@command(
+    queues,
+    "resume",
+    examples=("holdfast queues resume mail", "holdfast queues resume mail --intake"),
+)
+async def resume(
+    at: EngineTarget,
+    names: Names,
+    intake: Intake = False,
+    new: New = False,
+    reason: Reason = "",
+    as_json: AsJson = False,
+) -> None:
+    """Workers take jobs from the queue again; with --intake new jobs are accepted again."""
+    verb, change = ("resume_intake", {"intake_paused": False}) if intake else ("unpause", {"paused": False})
+    await _control(at, names, verb, reason, change, new=new, as_json=as_json)
+
+
+@command(
+    queues,
+    "limit",
+    examples=(
+        "holdfast queues limit mail 10000 --reason 'the mail server is slow today'",
+        "holdfast queues limit mail none",
+    ),
+)
+async def limit(
+    at: EngineTarget, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
+    """New jobs are refused while so many are in line or running."""
+    await _control(at, [name], "limit", reason, {"intake_limit": _number(most, "N")}, new=new, as_json=as_json)
+
+
+@command(
+    queues,
+    "concurrency",
+    examples=("holdfast queues concurrency mail 5", "holdfast queues concurrency mail none"),
+)
+async def concurrency(
+    at: EngineTarget, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
+    """How many jobs of the queue each worker process runs at a time; all workers follow within seconds."""
+    await _control(at, [name], "concurrency", reason, {"concurrency": _number(most, "N")}, new=new, as_json=as_json)
+
+
+@command(
+    queues,
+    "alert",
+    examples=("holdfast queues alert mail 5000", "holdfast queues alert mail none"),
+)
+async def alert(
+    at: EngineTarget, name: Name, most: Limit, new: New = False, reason: Reason = "", as_json: AsJson = False
+) -> None:
+    """So many jobs in line or running raise an alert; none leaves it to the settings."""
+    await _control(at, [name], "alert", reason, {"backlog_alert": _number(most, "N")}, new=new, as_json=as_json)
+
+
+@command(
+    queues,
+    "tenant",
+    examples=(
+        "holdfast queues tenant mail acme --weight 3 --reason 'pays for it'",
+        "holdfast queues tenant mail globex --concurrency 2 --limit 1000",
+        "holdfast queues tenant mail globex --weight 1 --concurrency none --limit none",
+    ),
+)
+async def tenant(
+    at: EngineTarget,
+    name: Name,
+    tenant_id: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant.")],
+    weight: Annotated[
+        int | None,
+        typer.Option(min=1, help="Its share of the turns beside other tenants; 1 is the usual.", show_default=False),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="How many of its jobs run at a time, or none.", show_default=False),
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="New jobs are refused while it has so many, or none.", show_default=False),
+    ] = None,
+    new: New = False,
+    reason: Reason = "",
+    as_json: AsJson = False,
+) -> None:
+    """One tenant's part of a queue; what is not named stays as it is."""
+    changes: dict[str, Any] = {
+        **({} if weight is None else {"weight": weight}),
+        **({} if concurrency is None else {"concurrency": _number(concurrency, "--concurrency")}),
+        **({} if limit is None else {"intake_limit": _number(limit, "--limit")}),
+    }
+    if not changes:
+        raise InvalidOption("say what to change: --weight, --concurrency or --limit")
+    check_name(name, "queue")
+    check_name(tenant_id, "tenant")
+    async with open_operations(at) as (offices, person):
+        await _require(offices, person, [name], new=new)
+        control = await offices.operating.update_tenant(person, name, tenant_id, reason=reason, **changes)
+    _print({name: control}, as_json=as_json)
+
+
+async def _control(
+    at: EngineTarget, names: list[str], verb: str, reason: str, change: dict[str, Any], *, new: bool, as_json: bool
+) -> None:
+    for name in names:
+        check_name(name, "queue")
+    async with open_operations(at) as (offices, person):
+        await _require(offices, person, names, new=new)
+        changed = {
+            name: await offices.operating.update_control(person, name, reason=reason, verb=verb, **change)
+            for name in names
+        }
+    _print(changed, as_json=as_json)
+
+
+async def _require(offices: Operations, person: Principal, names: list[str], *, new: bool) -> None:
+    """All of them before any is changed."""
+    for name in names:
+        if not new:
+            try:
+                await offices.operating.require_queue(person, name)
+            except NotFound as exc:
+                raise NotFound("queue", name[:200], f"{exc.advice}; add --new for a queue that is to come") from exc
+
+
+def _print(changed: dict[str, QueueControl], *, as_json: bool) -> None:
+    if as_json:
+        emit_json([{"queue": name} | _plain(control) for name, control in changed.items()])
+        return
+    for name, control in changed.items():
+        print(f"{name}\t{_words(control)}")
+
+
+def _number(text: str, name: str) -> int | None:
+    if text == _NONE:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise InvalidOption(f"{name} must be a number or {_NONE}, not {text!r}")
+    return int(text)
+
+
+def _document(view: QueueInfo) -> dict[str, Any]:
+    return {
+        "queue": view.queue,
+        "states": {state.value: view.states.get(state, 0) for state in _OPEN},
+        "backlog": view.backlog,
+        "delayed": view.delayed,
+        "workers": view.workers,
+        "dead_letters": view.dead_letters,
+        "feed_entries": view.feed_entries,
+        **_plain(view.control),
+    }
+
+
+def _row(view: QueueInfo, shown: Sequence[State]) -> tuple[str, ...]:
+    return (
+        view.queue,
+        *(str(view.states.get(state, 0)) for state in shown),
+        *("–" if value is None else str(value) for value in (view.delayed, view.workers, view.dead_letters)),
+        _words(view.control),
+    )
+
+
+def _plain(control: QueueControl) -> dict[str, Any]:
+    return {
+        "paused": control.paused,
+        "intake_paused": control.intake_paused,
+        "concurrency": control.concurrency,
+        "intake_limit": control.intake_limit,
+        "backlog_alert": control.backlog_alert,
+        "tenants": {
+            name: {"weight": part.weight, "concurrency": part.concurrency, "intake_limit": part.intake_limit}
+            for name, part in control.tenants.items()
+        },
+    }
+
+
+def _words(control: QueueControl) -> str:
+    words = [
+        *(["paused"] if control.paused else []),
+        *(["intake paused"] if control.intake_paused else []),
+        *_limits(control.concurrency, control.intake_limit),
+        *([f"alert at {control.backlog_alert}"] if control.backlog_alert is not None else []),
+        *(f"tenant {name}: {_part(part)}" for name, part in sorted(control.tenants.items())),
+    ]
+    return ", ".join(words) or "open"
+
+
+def _part(part: TenantControl) -> str:
+    return " ".join(
+        [*([f"weight {part.weight}"] if part.weight != 1 else []), *_limits(part.concurrency, part.intake_limit)]
+    )
+
+
+def _limits(concurrency: int | None, intake_limit: int | None) -> list[str]:
+    return [
+        *([f"concurrency {concurrency}"] if concurrency is not None else []),
+        *([f"intake limit {intake_limit}"] if intake_limit is not None else []),
+    ]

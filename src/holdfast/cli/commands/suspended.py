@@ -1,0 +1,227 @@
+"""`holdfast suspended`: jobs that wait for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Annotated, Any, Final
+
+import typer
+
+from holdfast.cli.command import AsJson, command
+from holdfast.cli.confirm import (
+    All,
+    DryRun,
+    Rate,
+    Yes,
+    confirm_count,
+    parse_rate,
+    print_report,
+    selects_ids,
+    with_progress,
+)
+from holdfast.cli.event_view import iso
+from holdfast.cli.job_view import print_job, timeline_rows
+from holdfast.cli.output import emit_json, emit_rows, job_document, joined, note, shorten, span, visible
+from holdfast.cli.parse import Code, OneOfQueues, Task, Tenant, Words, parse_time_or_age
+from holdfast.cli.prefixes import whole_job_ids
+from holdfast.cli.session import EngineTarget, open_operations
+from holdfast.core.states import State
+from holdfast.errors import TransitionInvalid
+from holdfast.operations.bulk import BulkReport
+from holdfast.operations.suspended import SuspendedFilter, SuspendedJob
+
+suspended = typer.Typer(help="Suspended jobs: look, resume, discard.", no_args_is_help=True)
+
+_COLUMNS: Final = ("job", "task", "queue", "tenant", "attempt", "age", "error")
+
+JobIds = Annotated[list[str] | None, typer.Argument(metavar="JOB...", help="Ids of jobs.", show_default=False)]
+Since = Annotated[
+    str | None,
+    typer.Option(metavar="WHEN", help="Created at this instant or later, or so long ago (1h, 2d).", show_default=False),
+]
+Until = Annotated[
+    str | None,
+    typer.Option(metavar="WHEN", help="Created before this instant, or longer ago than this.", show_default=False),
+]
+
+
+@command(
+    suspended,
+    "list",
+    examples=("holdfast suspended list", "holdfast suspended list --task order --code EFFECT_IN_DOUBT --json"),
+)
+async def list_suspended(
+    at: EngineTarget,
+    task: Task = None,
+    queue: OneOfQueues = None,
+    tenant: Tenant = None,
+    code: Code = None,
+    text: Words = None,
+    since: Since = None,
+    until: Until = None,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="At most so many.")] = 50,
+    cursor: Annotated[
+        str | None,
+        typer.Option(metavar="CURSOR", help="Go on where a list ended, as told on stderr.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Suspended jobs, newest first. If there are more, stderr says how to go on."""
+    async with open_operations(at) as (offices, person):
+        now_ms = await offices.engine.now_ms()
+        wanted = _filter(now_ms, task, queue, tenant, code, text, since, until)
+        page = await offices.suspended.list(person, wanted, limit, cursor)
+    if as_json:
+        emit_json([_document(job) for job in page.jobs])
+    else:
+        emit_rows(_COLUMNS, [_row(job, now_ms) for job in page.jobs], empty="no job is suspended")
+    if page.cursor is not None:
+        note(f"there may be more: --cursor {page.cursor}")
+
+
+@command(suspended, "show", examples=("holdfast suspended show 019a2f31c07d7e0ab1c2d3e4f5a6b7c8",))
+async def show(
+    at: EngineTarget,
+    job_id: Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")],
+    as_json: AsJson = False,
+) -> None:
+    """One suspended job: why, and every attempt. `holdfast jobs show` has its whole story."""
+    async with open_operations(at) as (offices, person):
+        (whole,) = await whole_job_ids(offices, person, [job_id])
+        view = await offices.operating.find(person, whole)
+    if view.state is not State.SUSPENDED:
+        raise TransitionInvalid(whole, view.state, State.QUEUED)
+    if as_json:
+        emit_json(job_document(view))
+        return
+    print_job(view)
+    print()
+    emit_rows(("when", "after", "what", "detail"), timeline_rows(view), empty="")
+    if view.failure is not None and view.failure.stack:
+        print()
+        print(visible(view.failure.stack.rstrip()))
+
+
+@command(
+    suspended,
+    "resume",
+    examples=(
+        "holdfast suspended resume 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'the bank is back'",
+        "holdfast suspended resume --task order --since 1d --dry-run",
+        "holdfast suspended resume --all --rate 20/s --reason 'after the outage' --yes",
+    ),
+)
+async def resume(
+    at: EngineTarget,
+    job_ids: JobIds = None,
+    task: Task = None,
+    queue: OneOfQueues = None,
+    tenant: Tenant = None,
+    code: Code = None,
+    text: Words = None,
+    since: Since = None,
+    until: Until = None,
+    everything: All = False,
+    reason: Annotated[str, typer.Option(help="Why; kept with the jobs and in the log.")] = "",
+    rate: Rate = "500/s",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send suspended jobs back to work: their retries start again, their history stays."""
+    ids, per_s = job_ids or [], parse_rate(rate)
+    given = (task, queue, tenant, code, text, since, until)
+    single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
+    async with open_operations(at) as (offices, person):
+        ids = await whole_job_ids(offices, person, ids) if single else ids
+        chosen = ids if single else _filter(await offices.engine.now_ms(), *given)
+        do = partial(offices.suspended.resume, person, chosen, reason=reason, rate_per_s=per_s)
+        report = await _do(do, "Resume", ids, dry_run=dry_run, yes=yes)
+    print_report(report, "job", as_json=as_json)
+
+
+@command(
+    suspended,
+    "discard",
+    examples=(
+        "holdfast suspended discard 019a2f31c07d7e0ab1c2d3e4f5a6b7c8 --reason 'customer withdrew'",
+        "holdfast suspended discard --task order --until 30d --reason 'too old to matter' --yes",
+    ),
+)
+async def discard(
+    at: EngineTarget,
+    job_ids: JobIds = None,
+    task: Task = None,
+    queue: OneOfQueues = None,
+    tenant: Tenant = None,
+    code: Code = None,
+    text: Words = None,
+    since: Since = None,
+    until: Until = None,
+    everything: All = False,
+    reason: Annotated[str, typer.Option(help="Why; needed, and kept with the jobs and in the log.")] = "",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give suspended jobs up: they are cancelled."""
+    given = (task, queue, tenant, code, text, since, until)
+    ids = job_ids or []
+    single = selects_ids(ids, filtered=any(value is not None for value in given), everything=everything)
+    async with open_operations(at) as (offices, person):
+        ids = await whole_job_ids(offices, person, ids) if single else ids
+        chosen = ids if single else _filter(await offices.engine.now_ms(), *given)
+        do = partial(offices.suspended.discard, person, chosen, reason=reason)
+        report = await _do(do, "Cancel", ids, dry_run=dry_run, yes=yes)
+    print_report(report, "job", as_json=as_json)
+
+
+async def _do(
+    do: Callable[..., Awaitable[BulkReport]], verb: str, ids: list[str], *, dry_run: bool, yes: bool
+) -> BulkReport:
+    """Some by their ids at once; of a filter the number first, and a question."""
+    if ids and not dry_run:
+        return await with_progress(verb, len(ids), lambda tell: do(progress=tell))
+    return await confirm_count(do, f"{verb} {{}}?", "suspended job", verb, dry_run=dry_run, yes=yes)
+
+
+def _filter(
+    now_ms: int,
+    task: str | None,
+    queue: list[str] | None,
+    tenant: str | None,
+    code: str | None,
+    text: str | None,
+    since: str | None,
+    until: str | None,
+) -> SuspendedFilter:
+    return SuspendedFilter(
+        job_type=task,
+        queues=frozenset(queue or ()),
+        tenant_id=tenant,
+        error_code=code,
+        error=text,
+        since=None if since is None else parse_time_or_age(since, "--since", now_ms),
+        until=None if until is None else parse_time_or_age(until, "--until", now_ms),
+    )
+
+
+def _row(job: SuspendedJob, now_ms: int) -> tuple[str, ...]:
+    age_ms = max(0, now_ms - round(job.created_at.timestamp() * 1000))
+    error = joined(job.error_code, shorten(job.error))
+    return (job.job_id, job.task, job.queue, job.tenant_id, str(job.attempt), span(age_ms), error)
+
+
+def _document(job: SuspendedJob) -> dict[str, Any]:
+    return {
+        "job_id": job.job_id,
+        "task": job.task,
+        "queue": job.queue,
+        "tenant_id": job.tenant_id,
+        "attempt": job.attempt,
+        "retry_count": job.retry_count,
+        "error_code": job.error_code or None,
+        "error": job.error or None,
+        "created_at": iso(job.created_at),
+    }

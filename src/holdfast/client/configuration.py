@@ -1,0 +1,149 @@
+"""An app's settings and what was made from them, and how both are changed: for good, or for a block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from holdfast.aio import BlockingPortal
+from holdfast.client.connections import LoopConnections
+from holdfast.client.submitter import Submitter
+from holdfast.clock import Clock
+from holdfast.errors import InvalidOption
+from holdfast.extras import require, require_drivers
+from holdfast.settings import OUTSIDE, Settings, is_in_memory
+
+
+class Setup(NamedTuple):
+    """What an app works with."""
+
+    #: What code has named. The environment is not part of it: it is read again with every change.
+    given: Mapping[str, Any]
+    settings: Settings
+    clock: Clock
+    connections: LoopConnections
+
+
+class Configurable(ABC):
+    """The part of an app that knows its settings."""
+
+    def __init__(self, given: Mapping[str, Any], settings: Settings, clock: Clock) -> None:
+        self._portal = BlockingPortal()
+        #: Set by inline mode, which runs jobs where they are submitted.
+        self._inline_submitter: Submitter | None = None
+        _check_extras(settings)
+        self._use(Setup(given, settings, clock, self._make_connections(settings)))
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    def _make_connections(self, settings: Settings) -> LoopConnections: ...
+
+    @abstractmethod
+    def _settings_changed(self) -> None: ...
+
+    def configure(self, *, clock: Clock | None = None, **overrides: Any) -> Reconfigured[Self]:
+        """Change settings (the URL, say) or the clock, while the app is not open; None unsets.
+
+        As a block (`with` or `async with`) the change ends with it. A URL in memory isolates the app: stores, brokers
+        and webhooks that were named before, in code or outside it, are dropped unless named in the same call.
+        """
+        if self._connections.in_use:
+            raise InvalidOption("this app is open; settings are changed before that, or after `await app.close()`")
+        if self.settings.isolated:
+            # Left by event loops that are closed.
+            self._connections.discard()
+        former = self._setup
+        self._change(overrides, clock)
+        return Reconfigured(self, lambda sound: self._undo(former, sound=sound))
+
+    @contextmanager
+    def run_inline(self, desk: Submitter) -> Iterator[None]:
+        """In the block jobs go to this desk, and everything else that would reach a store, to one in memory.
+
+        The app may be open: its connections are left alone, and are there again after the block.
+        """
+        former, before = self._setup, self._inline_submitter
+        self._change({"url": "sqlite://"})
+        self._inline_submitter = desk
+        try:
+            yield
+        finally:
+            self._connections.discard()
+            self._inline_submitter = before
+            self._use(former)
+
+    def _change(self, overrides: Mapping[str, Any], clock: Clock | None = None) -> None:
+        former = self._setup
+        given = _changed(former.given, overrides)
+        settings = Settings.exactly(given)
+        _check_extras(settings)
+        self._use(Setup(given, settings, clock or former.clock, self._make_connections(settings)))
+
+    def _undo(self, former: Setup, *, sound: bool) -> None:
+        """Back to the former settings. `sound`: no other error is on its way that this one would hide."""
+        links = self._connections
+        try:
+            self._portal.close(links.close)
+            if self.settings.isolated:
+                links.discard()
+        finally:
+            self._use(former)
+        if links.in_use and sound:
+            raise InvalidOption("this app is still open; use `async with app.configure(…)`, or close it in the block")
+
+    def _use(self, setup: Setup) -> None:
+        self._setup = setup
+        self.settings = setup.settings
+        self._clock = setup.clock
+        self._connections = setup.connections
+        self._settings_changed()
+
+
+A = TypeVar("A", bound=Configurable)
+
+
+class Reconfigured(Generic[A]):
+    """What `app.configure(…)` returns: the change has been made. As a block, it is undone at the block's end.
+
+    `async with` closes the app first. So does `with`, as far as that is possible without an event loop: stores in
+    memory, and the connections of `submit_sync`.
+    """
+
+    def __init__(self, app: A, undo: Callable[[bool], None]) -> None:
+        self._app = app
+        self._undo = undo
+
+    def __enter__(self) -> A:
+        return self._app
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._undo(error is None)
+
+    async def __aenter__(self) -> A:
+        return self._app
+
+    async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
+        closed = False
+        try:
+            await self._app.close()
+            closed = True
+        finally:
+            self._undo(closed and error is None)
+
+
+def _check_extras(settings: Settings) -> None:
+    """Raise `MissingExtra` for a store whose driver is not installed, and for tracing without its packages."""
+    require_drivers(settings.url, settings.ledger, settings.outbox_url)
+    if settings.tracing:
+        require("tracing", "opentelemetry.trace")
+
+
+def _changed(given: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What code has named after a change. With a move into memory, stores that were named for another engine go."""
+    url = overrides.get("url")
+    moved = isinstance(url, str) and is_in_memory(url)
+    return {name: value for name, value in given.items() if not (moved and name in OUTSIDE)} | dict(overrides)

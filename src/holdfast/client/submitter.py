@@ -1,0 +1,348 @@
+"""Submission of jobs, coalesced into shared engine calls per event loop.
+
+`BatchingSubmitter`: callers that submit at the same moment share a call, so that a hundred concurrent submissions cost
+about as much as a batch of a hundred. A single caller waits for one iteration of the loop and one round trip. Each
+queue has separate calls: a queue that refuses intake refuses only its own callers.
+
+A durable submission returns once the ledger has the job. Submissions that shared a call wait together, and the next
+calls are sent meanwhile. If the engine has lost its data (`FeedDetached`), its idempotency keys are restored from the
+ledger before the call is repeated; all callers wait for the same restore.
+
+`TracedSubmitter` wraps another submitter: a span for each call, and its trace context on every job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Protocol
+
+from holdfast.core.job import MAX_BATCH, Envelope, JobInfo, JobKey, Receipt
+from holdfast.core.retry import Backoff
+from holdfast.core.states import State
+from holdfast.engine.port import Engine
+from holdfast.errors import EngineUnavailable, FeedDetached, FeedFull, InvalidOption, LedgerUnavailable, NotDurableYet
+from holdfast.guard.runner import GuardRunner
+from holdfast.ledger.intake_recovery import LedgerProbe, reopen_intake
+from holdfast.observe.tracing import Tracer
+from holdfast.webhooks.deliveries import WebhookPolicy
+
+if TYPE_CHECKING:
+    from holdfast.ledger.port.ledger import Ledger, Projection
+
+
+_log: Final = logging.getLogger("holdfast.submit")
+
+#: Shared calls on their way at a time: while they are, the next batch forms.
+_MAX_CALLS: Final = 2
+#: Calls on their way in `submit_many`, where the batches are full already.
+_MAX_BULK_CALLS: Final = 4
+
+#: A store that is wiped again and again while we fill it: give up after so many refills for one call.
+_MAX_REFILLS: Final = 5
+_DURABLE_TIMEOUT_S: Final = 30.0
+
+_Waiting = tuple[Envelope, "asyncio.Future[Receipt]"]
+
+
+class Submitter(Protocol):
+    """Where jobs are handed in and asked about; inline mode has its own."""
+
+    async def submit(self, envelope: Envelope) -> Receipt: ...
+    async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]: ...
+    async def get(self, queue: str, job_id: str) -> JobInfo | None: ...
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None: ...
+    async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None: ...
+
+
+class BatchingSubmitter(Submitter):
+    """The desk in front of an engine. One event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: Ledger | None = None,
+        *,
+        durable_timeout_s: float = _DURABLE_TIMEOUT_S,
+        gate: GuardRunner | None = None,
+        postmark: WebhookPolicy | None = None,
+    ) -> None:
+        """`gate`: guards that see every job before it is handed in. `postmark`: checks and marks for webhooks."""
+        self._webhooks = postmark
+        self._engine = engine
+        self._guards = gate
+        self._ledger = ledger
+        self._durable_timeout_s = durable_timeout_s
+        #: Told of every durable submission that the engine has taken and that now waits for the ledger.
+        self.on_accepted: Callable[[Receipt], None] = lambda _: None
+        #: Refills on their way, one per queue.
+        self._refills: dict[str, asyncio.Task[int]] = {}
+        self._ledger_probe = LedgerProbe()
+        self._waits: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, deque[_Waiting]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._bulk_calls: set[asyncio.Task[list[Receipt]]] = set()
+        self._scheduled = False
+
+    async def close(self) -> None:
+        """Whoever still waits is cancelled; what is on its way to the engine may be accepted all the same."""
+        for line in self._waiting.values():
+            for _, future in line:
+                future.cancel()
+        self._waiting.clear()
+        tasks = [*self._calls, *self._bulk_calls, *self._waits, *self._refills.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ledger_probe.close()
+
+    async def submit(self, envelope: Envelope) -> Receipt:
+        """Accepted once this returns. The submission goes through even if the caller is cancelled meanwhile.
+
+        A durable one is in the ledger, too; `NotDurableYet` says that it is accepted all the same.
+        """
+        if envelope.durable:
+            self._check_durable()
+        if self._webhooks is not None:
+            envelope = self._webhooks.apply(envelope)
+        if self._guards is not None and self._guards.applies_to(envelope):
+            envelope = await self._guards.review(envelope)
+        future: asyncio.Future[Receipt] = self._loop.create_future()
+        line = self._waiting.get(envelope.queue)
+        if line is None:
+            line = self._waiting[envelope.queue] = deque()
+        line.append((envelope, future))
+        self._call_soon()
+        return await future
+
+    async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]:
+        """In batches, several on their way. If one fails the error is raised; the others may be accepted.
+
+        Guards see all of them first: if one is denied, none is accepted.
+        """
+        if self._webhooks is not None:
+            envelopes = map(self._webhooks.apply, envelopes)
+        if self._guards is not None:
+            envelopes = await self._guards.review_all(envelopes)
+        source, receipts = iter(envelopes), list[Receipt]()
+        calls: deque[asyncio.Task[list[Receipt]]] = deque()
+        try:
+            while batch := list(islice(source, MAX_BATCH)):
+                call = self._loop.create_task(self._call_durably(batch))
+                calls.append(call)
+                self._bulk_calls.add(call)
+                call.add_done_callback(self._bulk_calls.discard)
+                while len(calls) >= _MAX_BULK_CALLS:
+                    receipts += await calls.popleft()
+                # Batches are made on this loop: let the calls out, and other work in.
+                await asyncio.sleep(0)
+            while calls:
+                receipts += await calls.popleft()
+        finally:
+            await asyncio.gather(*calls, return_exceptions=True)
+        return receipts
+
+    async def get(self, queue: str, job_id: str) -> JobInfo | None:
+        return (await self._engine.get(queue, [job_id]))[0]
+
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
+        return await self._engine.wait_final(queue, job_id, wait_ms)
+
+    async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None:
+        await self._engine.move(queue, job_id, State.CANCELLED, actor=actor, reason=reason)
+
+    def _call_soon(self) -> None:
+        """Whoever comes until then goes along."""
+        if self._waiting and not self._scheduled and len(self._calls) < _MAX_CALLS:
+            self._scheduled = True
+            call = self._loop.create_task(self._send_next())
+            self._calls.add(call)
+            call.add_done_callback(self._sent)
+
+    def _sent(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        self._call_soon()
+
+    async def _send_next(self) -> None:
+        self._scheduled = False
+        queue, line = next(iter(self._waiting.items()))
+        batch = [line.popleft() for _ in range(min(len(line), MAX_BATCH))]
+        # To the end of the order if there is more, so that queues take turns.
+        del self._waiting[queue]
+        if line:
+            self._waiting[queue] = line
+        self._call_soon()
+        await self._send(batch)
+
+    async def _send(self, batch: list[_Waiting]) -> None:
+        try:
+            receipts = await self._call([envelope for envelope, _ in batch])
+        except asyncio.CancelledError:
+            for _, future in batch:
+                future.cancel()
+            raise
+        except Exception as exc:  # noqa: BLE001 - every caller gets it
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(exc)
+            return
+        durable: list[tuple[Envelope, Receipt, asyncio.Future[Receipt]]] = []
+        for (envelope, future), receipt in zip(batch, receipts, strict=True):
+            if envelope.durable:
+                self.on_accepted(receipt)
+                durable.append((envelope, receipt, future))
+            elif not future.done():
+                future.set_result(receipt)
+        # A duplicate's first job may be anywhere; nobody else waits for it.
+        for repeated in (False, True):
+            group = [each for each in durable if each[1].duplicate is repeated]
+            if group:
+                wait = self._loop.create_task(self._answer_durable(group))
+                self._waits.add(wait)
+                wait.add_done_callback(self._waits.discard)
+
+    async def _call(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        try:
+            return await self._submit_admitted(envelopes)
+        except EngineUnavailable as exc:
+            # One line for the call, however many wait for it (requirement Q11).
+            _log.critical("%d jobs could not be submitted: %s", len(envelopes), exc)
+            raise
+        except FeedFull as exc:
+            # Nobody paused this on purpose: someone has to know (requirement Q15).
+            _log.critical("%d jobs were refused: %s", len(envelopes), exc)
+            raise
+
+    async def _submit_admitted(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        """Submit; where the engine has forgotten a queue, remind it first. What was taken is recognised."""
+        refills = _MAX_REFILLS + len({envelope.queue for envelope in envelopes})
+        while True:
+            try:
+                return await self._engine.submit(envelopes)
+            except FeedDetached as exc:
+                refills -= 1
+                if not refills:
+                    raise
+                await self._reopen_intake(exc.queue)
+
+    async def _reopen_intake(self, queue: str) -> None:
+        refill = self._refills.get(queue)
+        if refill is None:
+            refill = self._loop.create_task(reopen_intake(self._engine, self._ledger, queue, self._ledger_probe))
+            self._refills[queue] = refill
+            refill.add_done_callback(lambda _: self._refills.pop(queue, None))
+        # Others wait for it, too: it goes on if this caller is cancelled.
+        await asyncio.shield(refill)
+
+    # Durable ---------------------------------------------------------------------------------------
+
+    async def _call_durably(self, envelopes: Sequence[Envelope]) -> list[Receipt]:
+        durable = any(envelope.durable for envelope in envelopes)
+        if durable:
+            self._check_durable()
+        receipts = await self._call(envelopes)
+        if durable:
+            pairs = zip(envelopes, receipts, strict=True)
+            keys = [_key(envelope, receipt) for envelope, receipt in pairs if envelope.durable]
+            began = time.monotonic()
+            missing = set(keys) - await self._present(keys)
+            if missing:
+                raise self._not_durable(next(key for key in keys if key in missing), began)
+        return receipts
+
+    async def _answer_durable(self, group: list[tuple[Envelope, Receipt, asyncio.Future[Receipt]]]) -> None:
+        began = time.monotonic()
+        try:
+            present = await self._present([_key(envelope, receipt) for envelope, receipt, _ in group])
+        except asyncio.CancelledError:
+            # Closed: they are accepted all the same.
+            for envelope, receipt, future in group:
+                if not future.done():
+                    future.set_exception(self._not_durable(_key(envelope, receipt), began))
+            raise
+        except Exception as exc:  # noqa: BLE001 - every caller gets it
+            for _, _, future in group:
+                if not future.done():
+                    future.set_exception(exc)
+            return
+        for envelope, receipt, future in group:
+            key = _key(envelope, receipt)
+            if future.done():
+                continue
+            if key in present:
+                future.set_result(receipt)
+            else:
+                future.set_exception(self._not_durable(key, began))
+
+    async def _present(self, keys: Sequence[JobKey]) -> set[JobKey]:
+        """Those that the ledger has, within the time limit. It being down meanwhile is no error: they are accepted."""
+        projection = self._projection()
+        if projection is None:
+            return set(keys)
+        found: set[JobKey] = set()
+        deadline, backoff = time.monotonic() + self._durable_timeout_s, Backoff()
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or len(found) == len(set(keys)):
+                return found
+            try:
+                found |= await projection.wait_recorded([key for key in keys if key not in found], round(left_s * 1000))
+            except LedgerUnavailable as exc:
+                _log.warning("durable submissions wait for the ledger: %s", exc)
+                await asyncio.sleep(min(left_s, backoff.next_s()))
+
+    def _projection(self) -> Projection | None:
+        """None where the engine's own commit is the ledger's."""
+        assert self._ledger is not None
+        return self._ledger.projection
+
+    def _check_durable(self) -> None:
+        if self._ledger is None:
+            raise InvalidOption(
+                "durable=True needs a ledger: set HOLDFAST_LEDGER (postgresql://… or sqlite:///…), or leave it out"
+            )
+
+    def _not_durable(self, key: JobKey, began: float) -> NotDurableYet:
+        return NotDurableYet(key.job_id, timedelta(seconds=round(time.monotonic() - began, 1)))
+
+
+def _key(envelope: Envelope, receipt: Receipt) -> JobKey:
+    """The job that was promised: for a duplicate, the one that was there first."""
+    return JobKey(envelope.tenant_id, envelope.queue, receipt.job_id)
+
+
+class TracedSubmitter(Submitter):
+    """Submits through another desk, in a span."""
+
+    def __init__(self, desk: Submitter, tracer: Tracer) -> None:
+        self._desk = desk
+        self._tracer = tracer
+
+    async def submit(self, envelope: Envelope) -> Receipt:
+        with self._tracer.submit_span([envelope]) as ((traced,), span):
+            receipt = await self._desk.submit(traced)
+            if receipt.duplicate:
+                span.set_attributes({"holdfast.job_id": receipt.job_id, "holdfast.duplicate": True})
+        return receipt
+
+    async def submit_many(self, envelopes: Iterable[Envelope]) -> list[Receipt]:
+        batch = list(envelopes)
+        if not batch:
+            return []
+        with self._tracer.submit_span(batch) as (traced, _):
+            return await self._desk.submit_many(traced)
+
+    async def get(self, queue: str, job_id: str) -> JobInfo | None:
+        return await self._desk.get(queue, job_id)
+
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
+        return await self._desk.wait_final(queue, job_id, wait_ms)
+
+    async def cancel(self, queue: str, job_id: str, actor: str, reason: str) -> None:
+        await self._desk.cancel(queue, job_id, actor, reason)

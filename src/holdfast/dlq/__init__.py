@@ -1,1 +1,0 @@
-"""Dead letters and suspended jobs: what people do with them (requirements D3–D6)."""

@@ -1,0 +1,232 @@
+"""What the effects of one worker share: batched access to the ledger, and the effects in progress.
+
+`EffectBatcher` turns single calls into batches: calls of one event loop that come at the same moment share a
+transaction, so that a hundred concurrent effects cost about as much as a batch of a hundred. A single caller waits for
+one iteration of the loop and one round trip. A call that has been made completes even if its caller is cancelled.
+
+`EffectRuntime` exists once per event loop that runs jobs, `RunScope` once per run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from holdfast.core.job import Claim, JobInfo, JobKey
+from holdfast.core.retry import Backoff
+from holdfast.errors import InvalidOption, LedgerUnavailable, RunEnded
+from holdfast.ledger.port.effects import EffectKey, EffectOutcome, EffectStore, Reservation, Step
+from holdfast.observe.counters import Counters
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+#: The most that share a transaction: more would keep the first ones waiting.
+MAX_BATCH: Final = 200
+#: Shared calls on their way at a time: while they are, the next batch forms.
+_MAX_CALLS: Final = 2
+
+
+class EffectBatcher:
+    """In front of a ledger's effects. One event loop."""
+
+    def __init__(self, effects: EffectStore) -> None:
+        self._reserve = Batcher(effects.reserve)
+        self._conclude = Batcher(effects.conclude)
+        self._look = Batcher(effects.get)
+        self._steps = Batcher(effects.steps)
+        self._record = Batcher(effects.record_steps)
+
+    async def reserve(self, wish: Reservation) -> EffectKey:
+        """The key's row after the wish; ours if it has our token."""
+        return await self._reserve.put(wish)
+
+    async def conclude(self, outcome: EffectOutcome) -> bool:
+        """Whether the token still held its key."""
+        return await self._conclude.put(outcome)
+
+    async def get(self, tenant_id: str, key: str) -> EffectKey | None:
+        """The key's row."""
+        return await self._look.put((tenant_id, key))
+
+    async def steps(self, job: JobKey) -> list[Step]:
+        """What the job has recorded, by position."""
+        return await self._steps.put(job)
+
+    async def record(self, step: Step) -> Step:
+        """The step as it is recorded now."""
+        return await self._record.put(step)
+
+
+class Batcher(Generic[A, B]):
+    """Callers of one method."""
+
+    def __init__(self, call: Callable[[Sequence[A]], Awaitable[list[B]]]) -> None:
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[A, asyncio.Future[B]]] = deque()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._scheduled = False
+
+    async def put(self, item: A) -> B:
+        future: asyncio.Future[B] = self._loop.create_future()
+        self._waiting.append((item, future))
+        if not self._scheduled and len(self._calls) < _MAX_CALLS:
+            self._scheduled = True
+            self._loop.call_soon(self._flush)
+        return await future
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        while self._waiting and len(self._calls) < _MAX_CALLS:
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
+            call = self._loop.create_task(self._send(batch))
+            self._calls.add(call)
+            call.add_done_callback(self._sent)
+
+    def _sent(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        self._flush()
+
+    async def _send(self, batch: list[tuple[A, asyncio.Future[B]]]) -> None:
+        try:
+            answers = await self._call([item for item, _ in batch])
+        except asyncio.CancelledError:
+            for _, future in batch:
+                future.cancel()
+            raise
+        except Exception as exc:  # noqa: BLE001 - every caller gets it
+            if len(batch) > 1 and not isinstance(exc, LedgerUnavailable):
+                # One of them is to blame, and nothing was written: let the others through.
+                for one in batch:
+                    await self._send([one])
+                return
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(exc)
+            return
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
+
+
+_log: Final = logging.getLogger("holdfast.effects")
+
+#: How long the end of an effect is tried to be written when its run is cancelled: less than a cancelled run is given.
+FINAL_WRITE_S: Final = 3.0
+#: How long a reservation that was perhaps made, and never used, is tried to be given back.
+_GIVE_BACK_S: Final = 600.0
+
+
+class EffectLedger(Protocol):
+    """What is needed of a ledger."""
+
+    @property
+    def effects(self) -> EffectStore: ...
+
+
+class EffectRuntime:
+    """One for each event loop that runs jobs."""
+
+    def __init__(
+        self,
+        ledger: Callable[[], Awaitable[EffectLedger | None]],
+        find: Callable[[str, str], Awaitable[JobInfo | None]],
+        now_ms: Callable[[], int],
+        counts: Counters,
+        *,
+        lease_s: float,
+        payload_limit: int,
+    ) -> None:
+        """`ledger` opens it if need be; None: there is none. `find` is a look at a job by queue and id."""
+        self._ledger = ledger
+        self._find = find
+        self.now_ms = now_ms
+        self.counts = counts
+        self.payload_limit = payload_limit
+        #: How long to wait for somebody else's effect, and for a ledger that went away between act and record.
+        self.patience_s = lease_s
+        self.loop = asyncio.get_running_loop()
+        #: Reservations whose effect is under way on this loop, by token.
+        self.active: dict[str, asyncio.Event] = {}
+        #: Reservations that were perhaps made here and never used: nothing has happened under them.
+        self.unused: set[str] = set()
+        self._desk: EffectBatcher | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def store(self) -> EffectBatcher:
+        """Raises `LedgerUnavailable`, or `InvalidOption` if there is no ledger."""
+        if self._desk is None:
+            ledger = await self._ledger()
+            if ledger is None:
+                raise InvalidOption(
+                    "effects and steps are kept in a ledger, and this app has none: set HOLDFAST_LEDGER "
+                    "(postgresql://… or sqlite:///…), or use the SQLite engine, which is its own ledger"
+                )
+            self._desk = EffectBatcher(ledger.effects)
+        return self._desk
+
+    async def is_alive(self, queue: str, job_id: str, attempt: int, worker: str) -> bool:
+        """Whether this attempt still has its lease."""
+        view = await self._find(queue, job_id)
+        return view is not None and (view.state, view.attempt, view.worker) == ("running", attempt, worker)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run it beside; it does not end with the run that began it."""
+        task = self.loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    def release_later(self, outcome: EffectOutcome) -> None:
+        """A reservation that was perhaps made and will not be used: say so as soon as the ledger answers.
+
+        Its key is free then, or in doubt again if it was so before.
+        """
+        if outcome.state is None:
+            self.unused.add(outcome.token)
+        self.spawn(self._give_back(outcome))
+
+    async def _give_back(self, outcome: EffectOutcome) -> None:
+        try:
+            await self.conclude_with_retry(outcome, _GIVE_BACK_S)
+        except LedgerUnavailable:
+            _log.error("the key %r may stay reserved although nothing happened: the ledger is away", outcome.key)
+        else:
+            self.unused.discard(outcome.token)
+
+    async def conclude_with_retry(self, outcome: EffectOutcome, patience_s: float) -> bool:
+        """Conclude, trying again for so long."""
+        give_up_at = self.loop.time() + patience_s
+        backoff: Backoff | None = None
+        while True:
+            try:
+                return await (await self.store()).conclude(outcome)
+            except LedgerUnavailable:
+                backoff = backoff or Backoff()
+                pause_s = backoff.next_s()
+                if self.loop.time() + pause_s >= give_up_at:
+                    raise
+                await asyncio.sleep(pause_s)
+
+
+class RunScope:
+    """One run of one job, as its effects and steps see it."""
+
+    __slots__ = ("claim", "ended", "in_doubt", "tools")
+
+    def __init__(self, claim: Claim, tools: EffectRuntime) -> None:
+        self.claim = claim
+        self.tools = tools
+        #: The run was ended from outside; a thread, or a task that swallows its cancellation, goes on all the same.
+        self.ended = False
+        #: Effects whose doubt a person has to decide: under way, or ended in doubt. By key, with the reason.
+        self.in_doubt: dict[str, str] = {}
+
+    def check(self, what: str) -> None:
+        """Raises `RunOver` once the run is over: another one may be at work already, and would do it again."""
+        if self.ended:
+            raise RunEnded(self.claim.job_id, what)

@@ -1,0 +1,364 @@
+"""Pipelined connections to one Redis server, and parsing of `HOLDFAST_URL`.
+
+A connection packs commands in C and returns replies in order. It was measured at a fifth of the cost per command of a
+general client, which matters for submit, claim and settle. A timer detects a server that accepts commands but does not
+answer, because a stopped process keeps its sockets open.
+
+URLs of a single server, Sentinel and Cluster:
+
+    redis://[user:password@]host[:port][/db]
+    redis+sentinel://[user:password@]host[:port],host[:port],…/service[/db][?sentinel_username=…&sentinel_password=…]
+    redis+cluster://[user:password@]host[:port],host[:port],…
+
+`rediss…://` (or `ssl=true`) is TLS, with `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` and `ssl_cert_reqs`. An invalid
+URL raises `InvalidOption` that says what to write. The message never repeats the URL, which may contain a password.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+import hiredis
+
+from holdfast.errors import InvalidOption
+
+#: The incarnation of a server that does not tell it.
+UNKNOWN_EPOCH: Final = b"1"
+
+#: What it says then: its user may not ask, or there is no such question.
+_NOT_TOLD: Final = ("NOPERM", "ERR unknown command")
+
+#: A reply that is due this long after its deadline ends the connection.
+_WATCH_INTERVAL_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """Where and how to connect."""
+
+    host: str = "127.0.0.1"
+    port: int = 6379
+    path: str | None = None
+    db: int = 0
+    username: str | None = None
+    password: str | None = None
+    tls: ssl.SSLContext | None = None
+
+
+class NoReply(ConnectionError):
+    """The server holds the connection but says nothing."""
+
+
+class PipelinedConnection(asyncio.Protocol):
+    """Pipelined calls over one socket. Any failure fails all calls under way with `ConnectionError`."""
+
+    def __init__(self, reply_timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._reply_timeout_s = reply_timeout_s
+        self._reader = hiredis.Reader()
+        self._waiting: deque[tuple[asyncio.Future[Any], float]] = deque()
+        self._transport: asyncio.Transport | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        #: What the server calls it, if it was asked.
+        self.id: int | None = None
+        #: Whose memory it speaks to, if it was asked.
+        self.incarnation = b""
+
+    @classmethod
+    async def connect(
+        cls, address: RedisAddress, connect_timeout_s: float, reply_timeout_s: float
+    ) -> PipelinedConnection:
+        """Connect, authenticate and select, or raise `OSError` / `hiredis.ReplyError`."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(connect_timeout_s):
+            if address.path:
+                opening = loop.create_unix_connection(lambda: cls(reply_timeout_s), address.path)
+            else:
+                server_name = address.host if address.tls else None
+                opening = loop.create_connection(
+                    lambda: cls(reply_timeout_s),
+                    address.host,
+                    address.port,
+                    ssl=address.tls,
+                    server_hostname=server_name,
+                )
+            _, connection = await opening
+            try:
+                await connection._greet(address)
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+    async def _greet(self, address: RedisAddress) -> None:
+        if address.password is not None:
+            user = (address.username,) if address.username else ()
+            await self.call(b"AUTH", *user, address.password)
+        if address.db:
+            await self.call(b"SELECT", address.db)
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls can be made."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a reply is awaited."""
+        return bool(self._waiting)
+
+    def call(self, *command: Any, blocks_s: float = 0.0) -> asyncio.Future[Any]:
+        """Send a command; the future gets its reply. `blocks_s`: how long the server itself may take."""
+        future = self._loop.create_future()
+        if self._transport is None or self._transport.is_closing():
+            future.set_exception(ConnectionError("the connection is closed"))
+            return future
+        self._waiting.append((future, self._loop.time() + self._reply_timeout_s + blocks_s))
+        self._transport.write(hiredis.pack_command(command))
+        if self._watch is None:
+            self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._check_deadline)
+        return future
+
+    async def identify(self) -> None:
+        """Ask the server for this connection's id; one that may not be told has none."""
+        try:
+            self.id = await self.call(b"CLIENT", b"ID")
+        except hiredis.ReplyError:
+            self.id = None
+
+    async def read_epoch(self) -> None:
+        """Ask whose memory this is. Another one after every restart and every fail-over, the same until then: a server
+        that starts or is promoted takes a new replication id. No replica has an answer of its own."""
+        try:
+            info: bytes = await self.call(b"INFO", b"replication")
+        except hiredis.ReplyError as exc:
+            if not str(exc).startswith(_NOT_TOLD):
+                raise
+            self.incarnation = UNKNOWN_EPOCH
+            return
+        said = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
+        self.incarnation = said.get(b"master_replid", UNKNOWN_EPOCH) if said.get(b"role") == b"master" else b"replica"
+
+    def close(self) -> None:
+        """Close now; calls under way fail."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio's side --------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        try:
+            while (reply := self._reader.gets()) is not False:
+                self._deliver(reply)
+        except hiredis.ProtocolError as exc:
+            self._fail(ConnectionError(f"the server does not speak Redis: {exc}"))
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(ConnectionError(f"the connection was lost: {exc or 'closed by the server'}"))
+        self.close()
+        self._transport = None
+
+    def _deliver(self, reply: Any) -> None:
+        future, _ = self._waiting.popleft()
+        if future.done():
+            return
+        if isinstance(reply, hiredis.ReplyError):
+            future.set_exception(reply)
+        else:
+            future.set_result(reply)
+
+    def _fail(self, error: ConnectionError) -> None:
+        while self._waiting:
+            future, _ = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(error)
+                # Nobody may be listening any more, and that is fine: the error is the connection's.
+                future.exception()
+
+    def _check_deadline(self) -> None:
+        self._watch = None
+        if not self._waiting:
+            return
+        if self._loop.time() > self._waiting[0][1]:
+            self._fail(NoReply(f"no reply within {self._reply_timeout_s:g} s"))
+            self.close()
+            return
+        self._watch = self._loop.call_later(_WATCH_INTERVAL_S, self._check_deadline)
+
+
+class PubSubConnection(PipelinedConnection):
+    """A connection in subscriber mode: the channel of each message goes to a callback."""
+
+    on_message: Callable[[bytes], None]
+
+    def send_nowait(self, *command: Any) -> None:
+        """Unsubscribe; nobody waits for that."""
+        if self._transport is not None:
+            self._transport.write(hiredis.pack_command(command))
+
+    def _deliver(self, reply: Any) -> None:
+        if isinstance(reply, list) and reply[0] == b"message":
+            self.on_message(reply[1])
+        elif not (isinstance(reply, list) and reply[0] == b"unsubscribe"):
+            super()._deliver(reply)
+
+
+_PORT: Final = 6379
+_SENTINEL_PORT: Final = 26379
+_CLUSTER: Final = ("redis+cluster", "rediss+cluster")
+_SENTINEL: Final = ("redis+sentinel", "rediss+sentinel")
+_TLS_OPTIONS: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelAddresses:
+    """Who knows where the master is, what it is called, and how to talk to it once its place is known."""
+
+    addresses: tuple[RedisAddress, ...]
+    service: str
+    master: RedisAddress
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSeeds:
+    """Some nodes of a Cluster; the others are learned from them."""
+
+    addresses: tuple[RedisAddress, ...]
+
+
+def parse_url(url: str) -> RedisAddress | SentinelAddresses | ClusterSeeds:
+    """Where HOLDFAST_URL points to."""
+    try:
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    except ValueError:
+        # Not chained: the reason repeats what was given.
+        raise InvalidOption(
+            "HOLDFAST_URL cannot be read; IPv6 addresses go in [brackets], and special characters of a password are "
+            "written as %XX"
+        ) from None
+    if parts.fragment:
+        raise InvalidOption("HOLDFAST_URL: # is not allowed; in a password write it as %23")
+    scheme = parts.scheme
+    common = _common(parts, query)
+    if scheme in _SENTINEL:
+        found: RedisAddress | SentinelAddresses | ClusterSeeds = _sentinels(parts, query, common)
+    elif scheme in _CLUSTER:
+        found = _seeds(parts, query, common)
+    else:
+        found = _single(parts, query, common)
+    if query:
+        raise InvalidOption(f"HOLDFAST_URL: unknown parameters {', '.join(sorted(query))}")
+    return found
+
+
+def is_cluster(url: str) -> bool:
+    """Whether every queue's names carry a hash tag there."""
+    return url.partition("://")[0] in _CLUSTER
+
+
+def _common(parts: SplitResult, query: dict[str, str]) -> RedisAddress:
+    """User, password and TLS, which are the same for all hosts."""
+    credentials, at, _ = parts.netloc.rpartition("@")
+    user, _, password = credentials.partition(":")
+    wanted = query.pop("ssl", "").lower()
+    if wanted not in ("", "true", "false"):
+        raise InvalidOption("HOLDFAST_URL: ssl is true or false")
+    tls = _tls(query) if parts.scheme.startswith("rediss") or wanted == "true" else None
+    if tls is None and (given := [name for name in _TLS_OPTIONS if name in query]):
+        secure = parts.scheme.replace("redis", "rediss", 1)
+        raise InvalidOption(f"HOLDFAST_URL: {', '.join(given)} are for TLS; begin the URL with {secure}://")
+    return RedisAddress(
+        username=unquote(user) if at and user else None, password=unquote(password) if password else None, tls=tls
+    )
+
+
+def _single(parts: SplitResult, query: dict[str, str], common: RedisAddress) -> RedisAddress:
+    hosts = _hosts(parts, _PORT) if parts.netloc.rpartition("@")[2] else [("127.0.0.1", _PORT)]
+    if len(hosts) > 1:
+        raise InvalidOption(
+            f"HOLDFAST_URL: {parts.scheme}:// has one host; several are redis+sentinel://HOSTS/SERVICE or "
+            "redis+cluster://HOSTS"
+        )
+    (host, port), *_ = hosts
+    return replace(common, host=host, port=port, db=_db(query.pop("db", parts.path.strip("/"))))
+
+
+def _sentinels(parts: SplitResult, query: dict[str, str], common: RedisAddress) -> SentinelAddresses:
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        raise InvalidOption(
+            f"HOLDFAST_URL: the name of the service that the sentinels watch is missing; write it after the hosts: "
+            f"{parts.scheme}://HOST:{_SENTINEL_PORT},HOST:{_SENTINEL_PORT}/SERVICE"
+        )
+    user, password = query.pop("sentinel_username", None), query.pop("sentinel_password", None)
+    if user and not password:
+        raise InvalidOption("HOLDFAST_URL: sentinel_username needs a sentinel_password")
+    sentinel = RedisAddress(username=user or None, password=password or None, tls=common.tls)
+    return SentinelAddresses(
+        tuple(replace(sentinel, host=host, port=port) for host, port in _hosts(parts, _SENTINEL_PORT)),
+        unquote(service),
+        replace(common, db=_db(query.pop("db", db))),
+    )
+
+
+def _seeds(parts: SplitResult, query: dict[str, str], common: RedisAddress) -> ClusterSeeds:
+    if _db(query.pop("db", parts.path.strip("/"))):
+        raise InvalidOption("HOLDFAST_URL: a Redis Cluster has database 0 only; use a namespace to share it")
+    return ClusterSeeds(tuple(replace(common, host=host, port=port) for host, port in _hosts(parts, _PORT)))
+
+
+def _hosts(parts: SplitResult, usual_port: int) -> list[tuple[str, int]]:
+    """`host:port,[::1]:port,host` of a URL."""
+    hosts = []
+    for place in parts.netloc.rpartition("@")[2].split(","):
+        host, port = split_host_port(place)
+        if not host:
+            raise InvalidOption(f"HOLDFAST_URL: a host is missing in {parts.scheme}://HOST:PORT,HOST:PORT")
+        if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise InvalidOption(f"HOLDFAST_URL: ports must be numbers from 1 to 65535 in {parts.scheme}://HOST:PORT")
+        hosts.append((host, int(port) if port else usual_port))
+    return hosts
+
+
+def split_host_port(place: str) -> tuple[str, str]:
+    """Host and port of `host:port`, `[host]:port`, or, as Redis writes IPv6, `a::b:port`."""
+    if place.startswith("["):
+        host, _, port = place[1:].partition("]")
+        return host, port.removeprefix(":")
+    host, colon, port = place.rpartition(":")
+    return (host, port) if colon else (place, "")
+
+
+def _db(text: str) -> int:
+    if text and not (text.isascii() and text.isdigit()):
+        raise InvalidOption("HOLDFAST_URL: the database, last in the path, must be a number")
+    return int(text or 0)
+
+
+def _tls(query: dict[str, str]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=query.pop("ssl_ca_certs", None))
+        certificate, key = query.pop("ssl_certfile", None), query.pop("ssl_keyfile", None)
+        if certificate:
+            context.load_cert_chain(certificate, key)
+    except OSError as exc:
+        raise InvalidOption(f"HOLDFAST_URL: a file that ssl_… names cannot be used: {exc}") from exc
+    if query.pop("ssl_cert_reqs", "required") == "none":
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,0 +1,399 @@
+"""Clients for Redis Cluster and for Redis behind Sentinel.
+
+`ClusterClient` (decision 0018) has one client per node and picks it by the slot of the key. All keys of a queue share a
+hash tag, so one node runs a script. The slot map is read from any node that answers, and again when a node does not
+answer or redirects. A redirect (`MOVED`, `ASK`) means that nothing was applied, so the command is sent to the node it
+names. Nothing else is sent twice.
+
+`SentinelClient` opens each connection to the current master. All sentinels are queried at once, and the address that
+most of them name is tried first: an unreachable sentinel costs nothing, and one that missed a fail-over is outvoted.
+The server must confirm that it is a master, or the next address is tried. After a fail-over the old connections break,
+or answer READONLY and are closed. Commands in flight fail as they do when a single Redis restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from binascii import crc_hqx
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import hiredis
+
+from holdfast.engine.redis.net.client import (
+    Purpose,
+    Redirected,
+    RedisClient,
+    Script,
+    ScriptError,
+    Unreachable,
+    translate,
+)
+from holdfast.engine.redis.net.connection import (
+    ClusterSeeds,
+    PipelinedConnection,
+    PubSubConnection,
+    RedisAddress,
+    SentinelAddresses,
+    split_host_port,
+)
+from holdfast.errors import EngineUnavailable
+
+_SLOTS: Final = 16_384
+#: A command that is sent on this often is caught between nodes that do not agree.
+_HOPS: Final = 5
+#: A node that has not said by then who has which slot is passed over.
+_CLUSTER_ANSWER_S: Final = 1.0
+
+_T = TypeVar("_T")
+
+_UNKNOWN: Final[Sequence[RedisClient | None]] = (None,) * _SLOTS
+
+
+def slot_of(key: bytes) -> int:
+    """Where a key lives: CRC16 of what is between the first `{` and the next `}`, or of the whole key."""
+    start = key.find(b"{") + 1
+    if start:
+        end = key.find(b"}", start)
+        if end > start:
+            key = key[start:end]
+    return crc_hqx(key, 0) % _SLOTS
+
+
+def key_of(command: Sequence[Any]) -> bytes:
+    """The first key that a command names."""
+    name = command[0]
+    if name in (b"XREAD", b"XREADGROUP"):
+        key = command[command.index(b"STREAMS") + 1]
+    else:
+        key = command[2 if name == b"XINFO" else 1]
+    return key if isinstance(key, bytes) else str(key).encode()
+
+
+class ClusterClient(RedisClient):
+    """A small set of connections to each master of a Cluster."""
+
+    def __init__(self, seeds: ClusterSeeds, connect_timeout_s: float, reply_timeout_s: float) -> None:
+        super().__init__(seeds.addresses[0], connect_timeout_s, reply_timeout_s)
+        self._seeds = seeds.addresses
+        self._nodes: dict[tuple[str, int], RedisClient] = {}
+        self._routes: Sequence[RedisClient | None] = _UNKNOWN
+        #: The routes that were learned last, whether or not they still hold.
+        self._last_routes: Sequence[RedisClient | None] = _UNKNOWN
+        self._learning = asyncio.Lock()
+        #: Asked first who has which slot: it answered last time.
+        self._guide: tuple[str, int] | None = None
+
+    # Calls -----------------------------------------------------------------------------------------
+
+    async def call(self, purpose: Purpose, *command: Any, blocks_s: float = 0.0) -> Any:
+        return await self._follow(
+            slot_of(key_of(command)),
+            lambda node: node.call(purpose, *command, blocks_s=blocks_s),
+            lambda node: node.call_asking(purpose, *command),
+        )
+
+    async def run(self, purpose: Purpose, script: Script, keys: Sequence[bytes], arguments: Sequence[Any]) -> Any:
+        return await self._follow(
+            slot_of(keys[0]),
+            lambda node: node.run(purpose, script, keys, arguments),
+            lambda node: node.run_asking(purpose, script, keys, arguments),
+        )
+
+    async def call_dedicated(self, *command: Any, blocks_s: float) -> Any:
+        return await self._follow(
+            slot_of(key_of(command)),
+            lambda node: node.call_dedicated(*command, blocks_s=blocks_s),
+            lambda node: node.call_asking(Purpose.OTHER, *command),
+        )
+
+    async def read(
+        self, purpose: Purpose | None, head: Sequence[Any], streams: Mapping[bytes, Any], blocks_s: float
+    ) -> list[Any]:
+        """One read for each slot, at the same time; what is there when the first of them has something."""
+        by_slot: dict[int, dict[bytes, Any]] = {}
+        for stream, position in streams.items():
+            by_slot.setdefault(slot_of(stream), {})[stream] = position
+        if len(by_slot) == 1:
+            return await super().read(purpose, head, streams, blocks_s)
+        return await _first(
+            [super(ClusterClient, self).read(None, head, part, blocks_s) for part in by_slot.values()],
+            all_of_them=b"BLOCK" not in head,
+        )
+
+    async def subscription(self, on_message: Callable[[bytes], None]) -> PubSubConnection:
+        """On any node: each hears what is published on the others."""
+        return await self._any(lambda node: node.subscription(on_message))
+
+    async def time_ms(self, key: bytes | None = None) -> int:
+        if key is None:
+            return await self._any(lambda node: node.time_ms())
+        return int(await self._follow(slot_of(key), lambda node: node.time_ms(), lambda node: node.time_ms()))
+
+    async def epoch(self, purpose: Purpose, key: bytes) -> bytes:
+        def ask(node: RedisClient) -> Awaitable[bytes]:
+            return node.epoch(purpose, key)
+
+        return bytes(await self._follow(slot_of(key), ask, ask))
+
+    # Nodes -----------------------------------------------------------------------------------------
+
+    def node_of(self, key: bytes) -> object:
+        return self._last_routes[slot_of(key)]
+
+    async def masters(self) -> list[RedisClient]:
+        """As they are now: whoever asks speaks to each of them, and does not notice when one has gone."""
+        self._routes = _UNKNOWN
+        await self._learn_routes()
+        return self._known()
+
+    def _known(self) -> list[RedisClient]:
+        return [node for node in dict.fromkeys(self._routes) if node is not None]
+
+    def drop(self, purpose: Purpose) -> None:
+        for node in self._nodes.values():
+            node.drop(purpose)
+
+    def drop_all(self) -> None:
+        for node in self._nodes.values():
+            node.drop_all()
+
+    def close(self) -> None:
+        self._closed = True
+        for node in self._nodes.values():
+            node.close()
+        self._nodes.clear()
+        self._routes = _UNKNOWN
+
+    async def _follow(
+        self, slot: int, send: Callable[[RedisClient], Awaitable[Any]], ask: Callable[[RedisClient], Awaitable[Any]]
+    ) -> Any:
+        """Send to the node that has the slot, and on to where it points."""
+        node, way = self._routes[slot] or await self._find(slot), send
+        for _ in range(_HOPS):
+            try:
+                return await way(node)
+            except Redirected as exc:
+                place = self._place(node, exc)
+                if exc.asks:
+                    node, way = self._node(*place), ask
+                else:
+                    node, way = await self._moved(slot, place), send
+            except ScriptError:
+                raise
+            except EngineUnavailable:
+                # It may be gone for good, or no master any more: the next call asks who is.
+                self._routes = _UNKNOWN
+                raise
+        self._routes = _UNKNOWN
+        raise EngineUnavailable("the nodes of the Redis Cluster do not agree on who has the queue's slot; try again")
+
+    async def _any(self, send: Callable[[RedisClient], Awaitable[_T]]) -> _T:
+        """Send to the first master that answers."""
+        if self._routes is _UNKNOWN:
+            await self._learn_routes()
+        failure = EngineUnavailable("no node of the Redis Cluster has slots")
+        # First the one that answered last: another may hang.
+        for node in sorted(self._known(), key=lambda node: (node.address.host, node.address.port) != self._guide):
+            try:
+                return await send(node)
+            except EngineUnavailable as exc:
+                failure = exc
+        self._routes = _UNKNOWN
+        raise failure
+
+    async def _find(self, slot: int) -> RedisClient:
+        if self._routes is _UNKNOWN:
+            await self._learn_routes()
+        node = self._routes[slot]
+        if node is None:
+            self._routes = _UNKNOWN
+            raise EngineUnavailable("no node of the Redis Cluster has the queue's slot; is a master down?")
+        return node
+
+    async def _moved(self, slot: int, place: tuple[str, int]) -> RedisClient:
+        """One slot has moved, others may have: learn again. Whoever said so knows better than what is learned."""
+        if self._routes[slot] is not self._node(*place):
+            self._routes = _UNKNOWN
+            await self._learn_routes()
+            # Who was asked may know of no slots of the node, which is forgotten then.
+            self._routes = [*self._routes[:slot], self._node(*place), *self._routes[slot + 1 :]]
+        return self._node(*place)
+
+    async def _learn_routes(self) -> None:
+        """Who has which slot, from the first node that answers."""
+        async with self._learning:
+            if self._routes is not _UNKNOWN:
+                return
+            failures: list[str] = []
+            places = [self._guide] if self._guide else []
+            places += [*self._nodes, *((seed.host, seed.port) for seed in self._seeds)]
+            for place in dict.fromkeys(places):
+                try:
+                    async with asyncio.timeout(min(_CLUSTER_ANSWER_S, self._connect_timeout_s)):
+                        rows = await self._node(*place).call(Purpose.OTHER, b"CLUSTER", b"SLOTS")
+                except EngineUnavailable as exc:
+                    failures.append(f"{place[0]}:{place[1]}: {exc}")
+                    continue
+                except TimeoutError:
+                    failures.append(f"{place[0]}:{place[1]} does not answer")
+                    continue
+                if rows:
+                    self._guide = place
+                    self._routes = self._last_routes = self._routes_from(rows, place[0])
+                    self._forget_nodes()
+                    return
+                failures.append(f"{place[0]}:{place[1]} knows of no slots")
+            self._guide = None
+            raise Unreachable(f"no node of the Redis Cluster says who has which slot ({'; '.join(failures)})")
+
+    def _routes_from(self, rows: Sequence[Any], asked: str) -> list[RedisClient | None]:
+        routes: list[RedisClient | None] = [None] * _SLOTS
+        for first, last, (host, port, *_), *_ in rows:
+            # A node that does not know its own address is where we found it.
+            name = host.decode() if host and host != b"?" else asked
+            routes[first : last + 1] = [self._node(name, port)] * (last + 1 - first)
+        return routes
+
+    def _forget_nodes(self) -> None:
+        """Those that have no slots and nothing to do."""
+        used = set(self._routes)
+        for place, node in list(self._nodes.items()):
+            if node not in used and node.idle:
+                node.close()
+                del self._nodes[place]
+
+    def _node(self, host: str, port: int) -> RedisClient:
+        node = self._nodes.get((host, port))
+        if node is None:
+            self._must_be_open()
+            address = replace(self._seeds[0], host=host, port=port)
+            timeouts = self._connect_timeout_s, self._reply_timeout_s
+            node = self._nodes[host, port] = RedisClient(address, *timeouts, unblocks=True)
+        return node
+
+    def _place(self, node: RedisClient, redirection: Redirected) -> tuple[str, int]:
+        host, port = split_host_port(redirection.place)
+        return host if host not in ("", "?") else node.address.host, int(port)
+
+
+async def _first(reads: Sequence[Awaitable[list[Any]]], *, all_of_them: bool) -> list[Any]:
+    """What reads on several nodes have found when the first one has found something, or when all have ended.
+
+    All block for the same time. A node that does not answer keeps nobody from hearing the others: those that are not
+    back soon after the first are given up, and failures count only if all have failed.
+    """
+    waiting = {asyncio.ensure_future(read) for read in reads}
+    replies: list[Any] = []
+    failure: EngineUnavailable | None = None
+    grace_s: float | None = None
+    try:
+        while waiting and (all_of_them or not replies) and not isinstance(failure, ScriptError):
+            done, waiting = await asyncio.wait(waiting, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for read in done:
+                try:
+                    replies += read.result()
+                    grace_s = _CLUSTER_ANSWER_S
+                except EngineUnavailable as exc:
+                    failure = exc
+    finally:
+        for read in waiting:
+            read.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    if failure is not None and (grace_s is None or isinstance(failure, ScriptError)) and not replies:
+        raise failure
+    return replies
+
+
+#: A sentinel that has not answered by then has no say.
+_SENTINEL_ANSWER_S: Final = 1.0
+
+
+class SentinelClient(RedisClient):
+    """A small set of connections to the master of one service."""
+
+    def __init__(self, sentinels: SentinelAddresses, connect_timeout_s: float, reply_timeout_s: float) -> None:
+        super().__init__(sentinels.master, connect_timeout_s, reply_timeout_s)
+        self._sentinels = sentinels
+
+    async def _reach(self, kind: type[PipelinedConnection]) -> PipelinedConnection:
+        failures: list[str] = []
+        for host, port in await self._candidates(failures):
+            address = replace(self._sentinels.master, host=host, port=port)
+            try:
+                connection = await self._connect(kind, address)
+            except EngineUnavailable as exc:
+                failures.append(f"{host}:{port}: {exc}")
+                continue
+            try:
+                role = (await connection.call(b"ROLE"))[0]
+            except (OSError, hiredis.ReplyError) as exc:
+                connection.close()
+                failures.append(f"{host}:{port}: {translate(exc)}")
+                continue
+            except BaseException:
+                connection.close()
+                raise
+            if role == b"master":
+                return connection
+            connection.close()
+            failures.append(f"{host}:{port} is a {role.decode()}, no master")
+        raise EngineUnavailable(
+            f"no master of {self._sentinels.service!r} can be reached; a fail-over may be under way "
+            f"({'; '.join(failures)})"
+        )
+
+    async def _candidates(self, failures: list[str]) -> list[tuple[str, int]]:
+        """Addresses that the sentinels name, the one with most votes first; a majority ends the vote."""
+        votes: Counter[tuple[str, int]] = Counter()
+        asking = [asyncio.create_task(self._ask(address)) for address in self._sentinels.addresses]
+        unknown = 0
+        try:
+            for answer in asyncio.as_completed(asking):
+                try:
+                    named = await answer
+                except EngineUnavailable as exc:
+                    failures.append(str(exc))
+                    continue
+                if named is None:
+                    unknown += 1
+                    continue
+                votes[named] += 1
+                if votes[named] > len(asking) // 2:
+                    break
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        if not votes and unknown:
+            raise EngineUnavailable(
+                f"the sentinels watch no service named {self._sentinels.service!r}; its name is what comes after the "
+                "hosts in HOLDFAST_URL: redis+sentinel://HOSTS/SERVICE"
+            )
+        return [address for address, _ in votes.most_common()]
+
+    async def _ask(self, address: RedisAddress) -> tuple[str, int] | None:
+        """Who is master, says one sentinel; None if it does not watch the service."""
+        where = f"sentinel {address.host}:{address.port}"
+        connection: PipelinedConnection | None = None
+        patience_s = min(_SENTINEL_ANSWER_S, self._connect_timeout_s)
+        try:
+            async with asyncio.timeout(patience_s):
+                connection = await PipelinedConnection.connect(address, patience_s, patience_s)
+                named = await connection.call(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._sentinels.service)
+        except TimeoutError as exc:
+            raise EngineUnavailable(f"{where} does not answer") from exc
+        except hiredis.ReplyError as exc:
+            if any(word in str(exc) for word in ("NOAUTH", "WRONGPASS", "without any password")):
+                raise EngineUnavailable(f"{where} refuses us: {exc}; see sentinel_password in HOLDFAST_URL") from exc
+            raise EngineUnavailable(f"{where}: {exc}") from exc
+        except OSError as exc:
+            raise EngineUnavailable(f"{where} cannot be reached: {exc}") from exc
+        finally:
+            if connection is not None:
+                connection.close()
+        return (named[0].decode(), int(named[1])) if named else None

@@ -1,0 +1,475 @@
+"""Reads on Redis: jobs, stats, workers, queues, notices, feed, final states; also feed trimming and prune.
+
+`CompletionWaiter` waits for a job's final state with one subscription per engine and one channel per awaited job. It
+keeps round trips few: it subscribes while the job is read for the first time, and the next read registers the waiter in
+the same step. Messages can be lost with a connection, so the job is also read again every `_READ_AGAIN_S` seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import hiredis
+import msgspec
+
+from holdfast.core.job import DEFAULT_TENANT, EMPTY_META, Failure, JobInfo
+from holdfast.core.states import FINAL, State
+from holdfast.core.verdict import MESSAGE_GONE
+from holdfast.engine.port.feed import FeedEntry
+from holdfast.engine.port.reads import CancelledNotice, ControlNotice, DueNotice, Notice, QueueStats, WorkerInfo
+from holdfast.engine.redis import wire
+from holdfast.engine.redis.claims import merge_record, remove_consumers
+from holdfast.engine.redis.feed import parse_feed_entry
+from holdfast.engine.redis.keys import RETRY_CONSUMER
+from holdfast.engine.redis.net.client import Purpose, translate
+from holdfast.engine.redis.net.connection import PubSubConnection
+from holdfast.engine.redis.store import RedisStore
+from holdfast.engine.redis.wire import decode_control
+from holdfast.errors import EngineUnavailable
+
+#: An idle consumer is dead after so many visibility timeouts without a sign of life.
+_DEAD_AFTER_TIMEOUTS: Final = 2
+_TRIM_BATCH: Final = 1_000
+#: A feed's tail up to this long is cut at every call.
+_SMALL_TAIL: Final = 100
+#: A node that has not told the list of queues is not waited for again so soon.
+_LIST_S: Final = 30.0
+#: An idle worker claims at least this often.
+_IDLE_CLAIM_MS: Final = 10_000
+
+
+class Reads:
+    """The reading side of one Redis."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        self._heard: dict[str, bytes] = {}
+        #: All queues, when they were last asked for, and when to ask again if there was no answer.
+        self._listed: list[str] = []
+        self._list_at = 0.0
+        #: How long each feed was when it was last cut.
+        self._kept: dict[str, int] = {}
+
+    async def get(self, queue: str, job_ids: Sequence[str], *, register: bool = False) -> list[JobInfo | None]:
+        """`register`: those that have not ended will be published when they do, on a channel each (`answers`)."""
+        if not job_ids:
+            return []
+        keys = self._store.keys(queue)
+        records = (keys.job(job_id) for job_id in job_ids)
+        names = [*keys.streams, keys.pending_retries, keys.retry, keys.delayed, keys.waiters, *records]
+        arguments = [self._store.names.group, int(register), *job_ids]
+        lanes = self._store.lanes(queue).all()
+        replies = await self._store.run_with_lanes(Purpose.OTHER, "get", queue, names, arguments, lanes)
+        return [
+            info_from_reply(queue, job_id, reply) if reply else None
+            for job_id, reply in zip(job_ids, replies, strict=True)
+        ]
+
+    async def find(self, queue: str, states: Collection[State], limit: int) -> list[JobInfo]:
+        candidates: dict[str, None] = {}
+        for state in states:
+            candidates.update(dict.fromkeys(await self._candidates(queue, state, limit)))
+        views = [view for view in await self.get(queue, list(candidates)) if view and view.state in states]
+        views.sort(key=lambda view: (view.created_at_ms, view.job_id), reverse=True)
+        return views[:limit]
+
+    async def _candidates(self, queue: str, state: State, limit: int) -> list[str]:
+        keys, call = self._store.keys(queue), self._store.client.call
+        sets = {
+            State.RETRYING: (keys.retry, keys.pending_retries),
+            State.QUEUED: (keys.delayed,),
+            State.SUSPENDED: (keys.suspended,),
+            State.WAITING_APPROVAL: (keys.waiting_approval,),
+            State.DLQ_PENDING: (keys.dlq_pending,),
+            State.DLQ_RECORDED: (keys.dlq_pending,),
+        }
+        found: list[bytes] = []
+        for name in sets.get(state, ()):
+            found += await call(Purpose.OTHER, b"ZREVRANGE", name, 0, limit - 1)
+        streams: list[bytes] = []
+        if state in FINAL:
+            streams = [keys.result]
+        elif state in (State.QUEUED, State.RUNNING, State.RETRYING):
+            streams = [stream for _, stream in await self._store.streams_in_use(queue, Purpose.OTHER)]
+        for stream in streams:
+            # Twice the limit: the newest entries of a line may all be in another state.
+            for entry in await call(Purpose.OTHER, b"XREVRANGE", stream, b"+", b"-", b"COUNT", 2 * limit):
+                found.append(wire.as_dict(entry[1]).get(b"task_id", b""))
+        return [wire.printable(job_id) for job_id in found if job_id]
+
+    async def stats(self, queue: str) -> QueueStats:
+        keys = self._store.keys(queue)
+        names = [
+            *keys.streams,
+            keys.feed,
+            keys.retry,
+            keys.pending_retries,
+            keys.suspended,
+            keys.waiting_approval,
+            keys.dlq_pending,
+            keys.delayed,
+            keys.control,
+            keys.dlq,
+            keys.workers,
+            keys.lanes,
+        ]
+        live_ms = self._store.options.visibility_timeout_ms + _IDLE_CLAIM_MS
+        arguments = [self._store.names.group, RETRY_CONSUMER, live_ms]
+        lanes = self._store.lanes(queue).all()
+        reply = await self._store.run_with_lanes(Purpose.OTHER, "stats", queue, names, arguments, lanes)
+        in_line, pending, parked, retry, suspended, held, dead, delayed, *others = reply
+        entries, letters, workers, control, size, seats, backlogs = others
+        return QueueStats(
+            queue=queue,
+            states={
+                State.QUEUED: max(0, in_line - pending) + delayed,
+                State.RUNNING: pending - parked,
+                State.RETRYING: retry + parked,
+                State.SUSPENDED: suspended,
+                State.WAITING_APPROVAL: held,
+                State.DLQ_PENDING: dead,
+            },
+            delayed=delayed,
+            control=decode_control(control),
+            workers=workers,
+            feed_entries=entries,
+            feed_share=size / self._store.options.feed_max_bytes,
+            dead_letters=letters,
+            backlog=in_line - parked,
+            pending=pending,
+            tenants=_by_tenant(seats, backlogs),
+        )
+
+    async def workers(self, queues: Sequence[str]) -> list[WorkerInfo]:
+        found = await self._store.outages.for_each(queues, self._workers)
+        return sorted((view for views in found.values() for view in views), key=lambda view: (view.worker, view.queue))
+
+    async def _workers(self, queue: str) -> list[WorkerInfo]:
+        store, keys = self._store, self._store.keys(queue)
+        names, arguments = [*keys.streams, keys.workers, keys.control], [store.names.group, RETRY_CONSUMER]
+        lanes = store.lanes(queue).all()
+        reply = await store.run_with_lanes(Purpose.OTHER, "workers", queue, names, arguments, lanes)
+        return [
+            WorkerInfo(worker=wire.printable(name), queue=queue, seen_at_ms=int(seen_at_ms), pending=pending)
+            for name, seen_at_ms, pending in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
+        ]
+
+    async def queues(self) -> list[str]:
+        if self._listed and time.monotonic() < self._list_at:
+            return list(self._listed)
+        try:
+            names = await self._store.client.call(Purpose.OTHER, b"SMEMBERS", self._store.names.queues)
+        except EngineUnavailable as exc:
+            if not self._store.names.cluster:
+                raise
+            # On a Cluster the list is on a node of its own; without it, those that are known go on.
+            self._list_at = time.monotonic() + _LIST_S
+            if not self._listed:
+                raise EngineUnavailable(
+                    "the list of queues is on a node of the Redis Cluster that does not answer; name those that you "
+                    f"mean, or bring it back: {exc}"
+                ) from exc
+        else:
+            self._listed = sorted(name.decode() for name in names)
+        return list(self._listed)
+
+    # listen ----------------------------------------------------------------------------------------
+
+    async def listen(self, queues: Sequence[str], wait_ms: int) -> list[Notice]:
+        client = self._store.client
+        by_stream = {self._store.keys(queue).notices: queue for queue in queues}
+        if new := [queue for queue in queues if queue not in self._heard]:
+            await self._store.outages.for_each(new, self._begin_to_listen)
+        heard = [queue for queue in queues if queue in self._heard]
+        there = {queue for queue in heard if not self._store.outages.is_skipped(queue)} or set(heard)
+        positions = {stream: self._heard[queue] for stream, queue in by_stream.items() if queue in there}
+        # BLOCK 0 would block for ever.
+        head = (b"XREAD", b"BLOCK", max(1, wait_ms))
+        notices: list[Notice] = []
+        for stream, entries in await client.read(Purpose.LISTEN, head, positions, wait_ms / 1000):
+            queue = by_stream[stream]
+            self._heard[queue] = entries[-1][0]
+            notices += [_notice(queue, wire.as_dict(entry[1])) for entry in entries]
+        return notices
+
+    async def _begin_to_listen(self, queue: str) -> bool:
+        command = (b"XREVRANGE", self._store.keys(queue).notices, b"+", b"-", b"COUNT", 1)
+        newest = await self._store.client.call(Purpose.LISTEN, *command)
+        self._heard[queue] = newest[0][0] if newest else b"0-0"
+        return True
+
+    # The feed --------------------------------------------------------------------------------------
+
+    async def feed(self, queue: str, start: str, limit: int) -> list[FeedEntry]:
+        command = (b"XRANGE", self._store.keys(queue).feed, start or b"-", b"+", b"COUNT", limit)
+        return [parse_feed_entry(entry) for entry in await self._store.client.call(Purpose.OTHER, *command)]
+
+    async def wait_feed(self, positions: Mapping[str, str], wait_ms: int) -> list[str]:
+        if not positions:
+            return []
+        queues = {self._store.keys(queue).feed: queue for queue in positions}
+        # BLOCK 0 would block for ever.
+        block = (b"BLOCK", wait_ms) if wait_ms > 0 else ()
+        after = {stream: positions[queue] or "0-0" for stream, queue in queues.items()}
+        head = (b"XREAD", b"COUNT", 1, *block)
+        reply = await self._store.client.read(None, head, after, max(0, wait_ms) / 1000)
+        return [queues[stream] for stream, _ in reply]
+
+    async def incarnation(self, queue: str) -> str:
+        return (await self._store.client.epoch(Purpose.OTHER, self._store.keys(queue).control)).decode()
+
+    async def register_reader(self, queue: str, incarnation: str, *, reminded: bool) -> None:
+        keys = self._store.keys(queue)
+        # After a wipe, too: `again`.
+        await self._store.register_queue(queue, again=True)
+        names = [keys.control, keys.feed] if reminded else [keys.control]
+        arguments = [incarnation or await self.incarnation(queue), self._store.nonce()]
+        await self._store.run(Purpose.OTHER, "register", queue, names, arguments)
+
+    async def forget(self, queue: str, position: str) -> None:
+        keys, tail = self._store.keys(queue), self._store.options.feed_tail
+        kept = self._kept.get(queue)
+        if kept is not None and tail > _SMALL_TAIL:
+            # To find where a long tail begins costs as much as to read it: only when it may have grown by a tenth. What
+            # had not been read the last time counts as grown, or it would be kept, and fill the feed, for ever.
+            length = await self._store.client.call(Purpose.OTHER, b"XLEN", keys.feed)
+            if kept <= length < kept + tail // 10:
+                return
+        arguments = [position, tail, int(self._store.has_autoclaim)]
+        self._kept[queue] = await self._store.run(Purpose.OTHER, "forget", queue, [keys.feed, keys.control], arguments)
+
+    # prune -----------------------------------------------------------------------------------------
+
+    async def prune(self, queues: Sequence[str]) -> int:
+        return sum((await self._store.outages.for_each(queues, self._prune)).values())
+
+    async def _prune(self, queue: str) -> int:
+        store = self._store
+        keys, now_ms = store.keys(queue), await store.now_ms(queue)
+        oldest_result = max(0, now_ms - store.options.result_ttl_ms)
+        oldest_entry = f"{max(0, now_ms - store.options.finished_ttl_ms)}-0"
+        count = await self._trim(keys.result, f"{oldest_result}-0")
+        if store.options.ledger:
+            # The ledger has the letter: an entry was added once it was there.
+            count += await self._trim(keys.dlq, f"{max(0, now_ms - store.options.dlq_ttl_ms)}-0")
+        else:
+            arguments = [oldest_entry, int(store.has_autoclaim)]
+            count += await store.run(Purpose.OTHER, "sweep", queue, [keys.control, keys.feed], arguments)
+        enough = _DEAD_AFTER_TIMEOUTS * store.options.visibility_timeout_ms
+        return count + await remove_consumers(store, queue, "", enough)
+
+    async def _trim(self, stream: bytes, position: str) -> int:
+        """Drop what lies before a position."""
+        call = self._store.client.call
+        if self._store.has_autoclaim:
+            return int(await call(Purpose.OTHER, b"XTRIM", stream, b"MINID", position))
+        count = 0
+        while True:
+            entries = await call(Purpose.OTHER, b"XRANGE", stream, b"-", position, b"COUNT", _TRIM_BATCH)
+            old = [entry[0] for entry in entries if entry[0] != position.encode()]
+            if not old:
+                return count
+            count += await call(Purpose.OTHER, b"XDEL", stream, *old)
+
+
+def _by_tenant(seats: Sequence[bytes], backlogs: Sequence[int]) -> dict[str, int]:
+    """Backlogs by tenant. A lane that several share is counted for the one whose own it is."""
+    owners = {0: DEFAULT_TENANT}
+    for tenant, seat in zip(seats[::2], seats[1::2], strict=True):
+        if seat.isdigit():
+            owners[int(seat)] = wire.printable(tenant)
+    tenants: dict[str, int] = {}
+    for lane, backlog in zip(backlogs[::2], backlogs[1::2], strict=True):
+        if backlog:
+            owner = owners.get(lane, DEFAULT_TENANT)
+            tenants[owner] = tenants.get(owner, 0) + backlog
+    return tenants
+
+
+def info_from_reply(queue: str, job_id: str, reply: list[Any]) -> JobInfo:
+    """A job from what `get` found of it."""
+    header, _, packed = reply[0].partition(b"\n")
+    state = State(header.split(b" ")[1].decode())
+    if len(reply) < 5:
+        due = int(float(reply[2])) if len(reply) == 3 and reply[2] else 0
+        return wire.info_from_record(queue, job_id, state, wire.decode_record(packed), due)
+    return _view_in_line(queue, job_id, state, reply)
+
+
+def _view_in_line(queue: str, job_id: str, state: State, reply: list[Any]) -> JobInfo:
+    record, fields, owner, deliveries, due = reply
+    if not fields:
+        return _view_without_message(queue, job_id, state, owner.decode())
+    line, _, message_id = record.split(b" ", 1)[0].partition(b":")
+    entry = (message_id, fields)
+    parse = wire.parse_entry if wire.is_native(fields) else wire.parse_adopted
+    claim = merge_record(parse(entry, int(line), queue, owner.decode(), deliveries, 0), record)
+    waits = not owner or owner == RETRY_CONSUMER.encode()
+    if not waits:
+        state = State.RUNNING
+    meta = claim.meta
+    if deliveries:
+        meta = msgspec.structs.replace(meta, lost_leases=max(0, meta.lost_leases + deliveries - int(not waits)))
+    return JobInfo(
+        job_id=job_id,
+        task=claim.task,
+        queue=queue,
+        tenant_id=claim.tenant_id,
+        state=state,
+        attempt=claim.attempt,
+        payload=claim.payload,
+        idempotency_key=claim.idempotency_key,
+        trace_id=claim.trace_id,
+        meta=meta,
+        created_at_ms=claim.created_at_ms,
+        worker="" if waits else owner.decode(),
+        failure=meta.history[-1].failure if meta.history and state is State.RETRYING else None,
+        next_attempt_at_ms=int(float(due)) if due else 0,
+    )
+
+
+def _view_without_message(queue: str, job_id: str, state: State, owner: str) -> JobInfo:
+    """Somebody deleted the message (XDEL, XTRIM, DEL on a task stream); its id and state are all that is left."""
+    failure = Failure(MESSAGE_GONE, "its message was deleted from the stream, by another program than holdfast")
+    return JobInfo(
+        job_id=job_id,
+        task="",
+        queue=queue,
+        tenant_id="",
+        state=State.RUNNING if owner not in ("", RETRY_CONSUMER) else state,
+        attempt=0,
+        payload=b"",
+        idempotency_key="",
+        trace_id="",
+        meta=EMPTY_META,
+        created_at_ms=0,
+        worker=owner,
+        failure=failure,
+    )
+
+
+def _notice(queue: str, fields: dict[bytes, bytes]) -> Notice:
+    if b"cancelled" in fields:
+        return CancelledNotice(queue, fields[b"cancelled"].decode())
+    if b"due" in fields:
+        return DueNotice(queue, int(fields[b"due"]))
+    return ControlNotice(queue)
+
+
+_log: Final = logging.getLogger("holdfast.engine.redis")
+
+#: Messages can be lost with a connection: the job is read again this often.
+_READ_AGAIN_S: Final = 2.0
+
+
+class _Channel(msgspec.Struct):
+    """An awaited job: Redis's answer to the subscription, and the waiters. A subscription is shared by them."""
+
+    subscribed: asyncio.Future[Any]
+    waiters: set[asyncio.Event]
+
+
+class CompletionWaiter:
+    """Tells callers when the job they wait for has ended."""
+
+    def __init__(self, store: RedisStore, readers: Reads) -> None:
+        self._store = store
+        self._readers = readers
+        self._subscription: PubSubConnection | None = None
+        self._opening = asyncio.Lock()
+        self._channels: dict[bytes, _Channel] = {}
+
+    async def wait_final(self, queue: str, job_id: str, wait_ms: int) -> JobInfo | None:
+        deadline = asyncio.get_running_loop().time() + wait_ms / 1000
+        if wait_ms <= 0:
+            return await self._get(queue, job_id)
+        ended = asyncio.Event()
+        channel = self._store.keys(queue).waiters + b":" + job_id.encode()
+        try:
+            subscribing = await self._subscribe(channel, ended)
+            view = await self._get(queue, job_id)
+            while view is not None and view.state not in FINAL:
+                await _confirmed(subscribing)
+                ended.clear()
+                view = await self._register(queue, job_id)
+                left = deadline - asyncio.get_running_loop().time()
+                if view is None or view.state in FINAL or left <= 0:
+                    break
+                try:
+                    async with asyncio.timeout(min(left, _READ_AGAIN_S)):
+                        await ended.wait()
+                except TimeoutError:
+                    subscribing = await self._subscribe(channel, ended)
+                else:
+                    view = await self._get(queue, job_id)
+            return view
+        finally:
+            self._leave(channel, ended)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._subscription is not None:
+            self._subscription.close()
+
+    async def _get(self, queue: str, job_id: str) -> JobInfo | None:
+        return (await self._readers.get(queue, [job_id]))[0]
+
+    async def _register(self, queue: str, job_id: str) -> JobInfo | None:
+        """The job; unless it has ended, its end will be published from now on."""
+        try:
+            return (await self._readers.get(queue, [job_id], register=True))[0]
+        except EngineUnavailable as exc:
+            # Full, or read-only: nothing will be published, so the job is read now and then.
+            _log.debug("waiting for job %s by polling: %s", job_id, exc)
+            return await self._get(queue, job_id)
+
+    async def _subscribe(self, channel: bytes, ended: asyncio.Event) -> asyncio.Future[Any]:
+        """Subscribe, if no other waiter has; Redis's answer to that."""
+        subscription = await self._connected()
+        awaited = self._channels.get(channel)
+        if awaited is None:
+            awaited = self._channels[channel] = _Channel(_call(subscription, channel), set())
+        awaited.waiters.add(ended)
+        return awaited.subscribed
+
+    def _leave(self, channel: bytes, ended: asyncio.Event) -> None:
+        awaited = self._channels.get(channel)
+        if awaited is None:
+            return
+        awaited.waiters.discard(ended)
+        if not awaited.waiters:
+            del self._channels[channel]
+            if self._subscription is not None and self._subscription.usable:
+                self._subscription.send_nowait(b"UNSUBSCRIBE", channel)
+
+    async def _connected(self) -> PubSubConnection:
+        async with self._opening:
+            if self._subscription is None or not self._subscription.usable:
+                self._subscription = await self._store.client.subscription(self._on_message)
+                for channel, awaited in self._channels.items():
+                    awaited.subscribed = _call(self._subscription, channel)
+            return self._subscription
+
+    def _on_message(self, channel: bytes) -> None:
+        if (awaited := self._channels.get(channel)) is not None:
+            for ended in awaited.waiters:
+                ended.set()
+
+
+def _call(subscription: PubSubConnection, channel: bytes) -> asyncio.Future[Any]:
+    subscribing = subscription.call(b"SUBSCRIBE", channel)
+    # A job that has ended already is not waited for, and an error is then of no interest.
+    subscribing.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return subscribing
+
+
+async def _confirmed(subscribing: asyncio.Future[Any]) -> None:
+    try:
+        # It is shared: a waiter that is cancelled leaves it to the others.
+        await asyncio.shield(subscribing)
+    except (OSError, hiredis.ReplyError) as exc:
+        raise translate(exc) from exc

@@ -1,0 +1,246 @@
+"""settle: attempts end, fenced by their leases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.job import DEFAULT_TENANT, MAX_BATCH, Claim, new_job_ids
+from holdfast.core.states import State
+from holdfast.core.verdict import (
+    TARGETS,
+    DeadLetter,
+    Hold,
+    Release,
+    RetryLater,
+    Settlement,
+    SettleResult,
+    Succeed,
+    Suspend,
+    advance,
+)
+from holdfast.engine.port import PartialFailure
+from holdfast.engine.redis import wire
+from holdfast.engine.redis.keys import QueueKeys, lanes_of
+from holdfast.engine.redis.net.client import Purpose
+from holdfast.engine.redis.store import RedisStore
+from holdfast.errors import EngineRefused, EngineUnavailable
+from holdfast.observe.counters import count_settlements
+
+_ANSWERS: Final = {b"already": SettleResult.ALREADY, b"stale": SettleResult.STALE}
+
+
+class Settlements:
+    """Sends verdicts, one script call per queue, worker and batch."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[SettleResult]:
+        groups: dict[tuple[str, str], list[int]] = {}
+        for index, settlement in enumerate(settlements):
+            lease = settlement.claim.lease
+            groups.setdefault((lease.queue, lease.worker), []).append(index)
+        if self._store.outages.apart:
+            return await self._settle_there(settlements, groups)
+        answers: dict[int, SettleResult] = {}
+        for (queue, worker), indexes in groups.items():
+            for start in range(0, len(indexes), MAX_BATCH):
+                part = indexes[start : start + MAX_BATCH]
+                words = await self._settle(queue, worker, [settlements[index] for index in part])
+                answers.update(zip(part, words, strict=True))
+        return [answers[index] for index in range(len(settlements))]
+
+    async def _settle_there(
+        self, settlements: Sequence[Settlement], groups: Mapping[tuple[str, str], Sequence[int]]
+    ) -> list[SettleResult]:
+        """On a Cluster: those of the queues whose node answers. Raises `PartlyDone` for the others."""
+        answers: dict[int, SettleResult] = {}
+
+        async def step(queue: str) -> bool:
+            for (name, worker), indexes in groups.items():
+                for start in range(0, len(indexes) if name == queue else 0, MAX_BATCH):
+                    part = indexes[start : start + MAX_BATCH]
+                    words = await self._settle(queue, worker, [settlements[index] for index in part])
+                    answers.update(zip(part, words, strict=True))
+            return True
+
+        queues = dict.fromkeys(queue for queue, _ in groups)
+        try:
+            done = await self._store.outages.for_each(queues, step)
+        except EngineRefused:
+            raise
+        except EngineUnavailable as exc:
+            raise PartialFailure(exc, [answers.get(index) for index in range(len(settlements))]) from exc
+        if len(done) < len(queues):
+            why = self._store.outages.first_error(queue for queue in queues if queue not in done)
+            raise PartialFailure(why, [answers.get(index) for index in range(len(settlements))])
+        return [answers[index] for index in range(len(settlements))]
+
+    async def _settle(self, queue: str, worker: str, settlements: Sequence[Settlement]) -> list[SettleResult]:
+        names, arguments = self._arguments(self._store.keys(queue), queue, worker, settlements)
+        lanes = self._lanes(queue, settlements)
+        refused = await self._store.run_with_lanes(Purpose.SETTLE, "settle", queue, names, arguments, lanes)
+        answers = [SettleResult.APPLIED] * len(settlements)
+        for position, word in zip(refused[::2], refused[1::2], strict=True):
+            answers[position - 1] = _ANSWERS[word]
+        count_settlements(self._store.counts, settlements, answers)
+        return answers
+
+    def _lanes(self, queue: str, settlements: Sequence[Settlement]) -> set[int]:
+        """Those that the leases are in, and those in which jobs go that are given back."""
+        lanes = lanes_of(settlement.claim.lease.position for settlement in settlements)
+        back = {each.claim.tenant_id for each in settlements if type(each.verdict) is Release}
+        return lanes | self._store.lanes(queue).of_tenants(back) if back else lanes
+
+    def _arguments(
+        self, keys: QueueKeys, queue: str, worker: str, settlements: Sequence[Settlement]
+    ) -> tuple[list[bytes], list[Any]]:
+        store, options = self._store, self._store.options
+        count, parking = len(settlements), store.retry_consumer(queue)
+        records: list[bytes] = []
+        expiring: list[bytes] = []
+        jobs: list[Any] = []
+        bodies: list[bytes] = []
+        ids: dict[int, list[str]] = {}
+        for settlement in settlements:
+            claim = settlement.claim
+            lease = claim.lease
+            place, _, message_id = lease.position.partition(":")
+            line = int(place)
+            of_line = ids.get(line)
+            if of_line is None:
+                of_line = ids[line] = []
+            of_line.append(message_id)
+            records.append(keys.job(lease.job_id))
+            key_index, keep_ms = 0, 0
+            if claim.idempotency_key != lease.job_id:
+                expiring.append(keys.idempotency(claim.tenant_id, claim.idempotency_key))
+                key_index = count + len(expiring)
+                age_ms = settlement.finished_at_ms - claim.created_at_ms
+                window_ms = claim.meta.key_window_ms or options.idempotency_window_ms
+                keep_ms = min(window_ms, max(1, window_ms - age_ms))
+            tenant = "" if claim.tenant_id == DEFAULT_TENANT else claim.tenant_id
+            if type(settlement.verdict) is Succeed:
+                target, body, data, retries = _success(claim, settlement.verdict.result, settlement.finished_at_ms)
+                more: Any = (0, key_index, keep_ms, 0, tenant) if key_index or tenant else 0
+            else:
+                target, body, data, retries, delay_ms, letter = _other_verdict(settlement, options.ledger)
+                if parking and target == State.RETRYING:
+                    delay_ms = max(delay_ms, options.pending_idle_ms)
+                more = (delay_ms, key_index, keep_ms, letter, tenant)
+            bodies.append(body)
+            jobs += (line, message_id, lease.deliveries, lease.token, lease.job_id, target, data)
+            jobs += (claim.attempt, retries, more)
+        arguments = [
+            store.names.group,
+            worker,
+            store.nonce(),
+            store.feed_limit,
+            count,
+            options.finished_ttl_ms,
+            options.result_limit,
+            int(options.ledger),
+            int(bool(store.names.stream_dlq)),
+            parking,
+            wire.pack([part for line, of_line in ids.items() for part in (line, *_span(of_line))]),
+            wire.pack(jobs),
+        ]
+        return [*fixed_keys(keys), *records, *expiring], [*arguments, *bodies]
+
+
+def fixed_keys(keys: QueueKeys) -> tuple[bytes, ...]:
+    """KEYS 1 to 18 of `settle` and `move`."""
+    return (
+        *keys.streams,
+        keys.feed,
+        keys.result,
+        keys.dlq,
+        keys.retry,
+        keys.pending_retries,
+        keys.suspended,
+        keys.waiting_approval,
+        keys.dlq_pending,
+        keys.delayed,
+        keys.control,
+        keys.waiters,
+        keys.notices,
+        keys.wake,
+        keys.lanes,
+    )
+
+
+def _span(ids: Sequence[str]) -> tuple[int, str, str]:
+    """How many message ids, their lowest and highest instant. As numbers: other programs may choose ids by hand."""
+    instants = [int(message_id.partition("-")[0]) for message_id in ids]
+    return len(ids), str(min(instants)), str(max(instants))
+
+
+def _success(claim: Claim, result: bytes, finished_at_ms: int) -> tuple[Any, ...]:
+    """Target, body, data, retry count. The hot path: the payload has done its duty, and the last
+    attempt is told by four fields instead of a history."""
+    meta, text = claim.meta, result.decode()
+    retries = str(meta.retry_count)
+    body = wire.JobBody(
+        claim.task,
+        "",
+        claim.tenant_id,
+        claim.idempotency_key,
+        claim.trace_id,
+        wire.encode_meta(meta),
+        str(claim.attempt),
+        retries,
+        str(claim.created_at_ms),
+        str(int(meta.priority)),
+        "0",
+        text,
+        "",
+        finished_at_ms,
+        claim.lease.worker,
+        claim.claimed_at_ms,
+        claim.lease.deliveries,
+    )
+    return "succeeded", wire.encode_record(body), text, retries
+
+
+def _other_verdict(settlement: Settlement, ledger: bool) -> tuple[Any, ...]:
+    """Target, body, data, retry count, delay, fields of a dead letter (with a ledger, only what the feed needs)."""
+    claim, verdict = settlement.claim, settlement.verdict
+    meta = advance(claim, verdict, settlement.finished_at_ms)
+    attempts, delay_ms, failure, data, letter = claim.attempt, 0, "", "", []
+    match verdict:
+        case RetryLater():
+            failure = wire.encode_failure(verdict.failure)
+            data = wire.encode_json(wire.failure_fields(verdict.failure) | {"counted": verdict.counts}).decode()
+        case DeadLetter() | Suspend():
+            data = failure = wire.encode_failure(verdict.failure)
+        case Hold():
+            data = wire.encode_json(
+                {"message": verdict.message} | ({"ask": verdict.request} if verdict.request else {})
+            ).decode()
+        case Release():
+            data = wire.encode_json({"message": verdict.message, "started": verdict.started}).decode()
+    if isinstance(verdict, RetryLater | Release):
+        delay_ms = verdict.delay_ms
+    if isinstance(verdict, Release) and not verdict.started:
+        attempts -= 1
+    if isinstance(verdict, DeadLetter):
+        meta = msgspec.structs.replace(meta, dlq_id=new_job_ids(1)[0])
+    body = wire.record_from_claim(
+        claim,
+        meta,
+        attempts,
+        failure=failure,
+        finished_at_ms=settlement.finished_at_ms,
+        deliveries=claim.lease.deliveries,
+    )
+    if isinstance(verdict, DeadLetter):
+        letter = (
+            ["dlq_id", meta.dlq_id, "history", wire.encode_history(meta)]
+            if ledger
+            else wire.dead_letter_fields(claim.job_id, body, verdict.failure, meta.dlq_id)
+        )
+    target = TARGETS[type(verdict)].value
+    return target, wire.encode_record(body), data, str(meta.retry_count), delay_ms, letter

@@ -1,0 +1,148 @@
+"""The ledger's tables and indexes in an engine's file, and upgrades of older files. Loads SQLAlchemy:
+imported only when a file is created or migrated."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.schema import CreateIndex, CreateTable
+
+from holdfast import schema
+from holdfast.core.job import Attempt, Failure
+from holdfast.core.text import error_fingerprint
+from holdfast.engine.sqlite.schema import SCHEMA_VERSION, create_schema, version_of
+from holdfast.errors import EngineUnavailable
+from holdfast.schema import columns
+from holdfast.sqlite.connection import connect, exclusive_lock, translate
+
+#: The engine has these itself, under the ledger's names: `job_events` as a view, `feed_entries` as its own feed.
+_OWN: Final = frozenset({"jobs", "job_events", "dlq_items", "feed_entries"})
+#: The ledger's would follow every job through the line and its lease, at 7 % of the engine's speed, and hold every job
+#: without a key; so there are smaller ones in `sql/schema.sql`.
+_SMALLER: Final = frozenset({"jobs_by_state", "jobs_by_key"})
+
+
+def statements() -> list[str]:
+    """All of it, in an order in which it can be made."""
+    dialect = sqlite.dialect()
+    tables = [table for table in columns.metadata.sorted_tables if table.name not in _OWN]
+    indexes = [index for table in (schema.jobs, *tables) for index in table.indexes if index.name not in _SMALLER]
+    indexes.sort(key=lambda index: str(index.name))
+    return [str(CreateTable(table).compile(dialect=dialect)).strip() for table in tables] + [
+        str(CreateIndex(index).compile(dialect=dialect)) for index in indexes
+    ]
+
+
+#: What a column is filled with in files of this version and those before it, where that is not the column of the same
+#: name. `old` is the old row.
+_FILLED: Final[dict[tuple[str, str], tuple[int, str]]] = {
+    ("jobs", "dlq_id"): (
+        1,
+        """iif(old.state IN ('dlq_pending', 'dlq_recorded', 'failed'),
+            coalesce(old.dlq_id, lower(hex(randomblob(16)))), old.dlq_id)""",
+    ),
+    # What was submitted, as far as it can still be told.
+    ("events", "data"): (
+        1,
+        """iif(old.from_state IS NOT NULL OR old.to_state IS NULL, old.data, (
+        SELECT nullif(json_patch('{}', json_object(
+                   'run_at_ms', iif(run_at > created_at, run_at, NULL),
+                   'meta', nullif(json_remove(meta, '$.retry_count', '$.lost_leases', '$.unavailable_count',
+                                              '$.unavailable_since_ms', '$.history', '$.dlq_id'), '{}') || '')), '{}')
+          FROM jobs WHERE jobs.id = old.job))""",
+    ),
+    ("dlq_items", "acked_at"): (1, "old.failed_at"),
+    ("dlq_items", "fingerprint"): (2, "fingerprint(old.job_type, old.error_code, old.error, old.history)"),
+    ("approvals", "job_type"): (
+        2,
+        """coalesce((SELECT job_type FROM jobs WHERE jobs.tenant_id = old.tenant_id AND jobs.job_id = old.job_id
+                        AND jobs.queue = old.queue), '')""",
+    ),
+    ("approvals", "policies"): (2, "iif(old.policy IS NULL, '[]', json_array(old.policy))"),
+    ("approvals", "reason"): (2, "coalesce(old.reason, '')"),
+}
+#: Jobs that waited for a ledger had no dead letter's id; now they do, and know it.
+_TELL_DLQ_ID: Final = """
+UPDATE jobs SET meta = json_set(coalesce(meta, '{}'), '$.dlq_id', dlq_id)
+ WHERE dlq_id IS NOT NULL AND coalesce(json_extract(meta, '$.dlq_id'), '') = ''
+"""
+#: In files of the first version.
+_RENAMED: Final = {"job_events": "events"}
+
+
+def upgrade(path: Path) -> bool:
+    """Bring the file to this release's schema; False if it was there already. Blocks until nobody else writes.
+
+    Close every engine of this process on the file first; other processes may go on, and are told to start again.
+    """
+    try:
+        with exclusive_lock(path), closing(connect(path)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                version = version_of(connection, path)
+                changed = version != SCHEMA_VERSION
+                if version is None:
+                    create_schema(connection)
+                elif changed:
+                    _rebuild(connection, version)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+    except sqlite3.Error as exc:
+        raise translate(exc, path) from exc
+    except OSError as exc:
+        raise EngineUnavailable(f"the database {path} cannot be opened: {exc.strerror}") from exc
+    return changed
+
+
+def _rebuild(connection: sqlite3.Connection, version: int) -> None:
+    connection.create_function("fingerprint", 4, _fingerprint, deterministic=True)
+    # AUTOINCREMENT promises that no id comes twice, also of rows that are gone.
+    sequences = dict(connection.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
+    tables = [
+        name
+        for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+        if not name.startswith("sqlite_")
+    ]
+    made = "SELECT type, name FROM sqlite_schema WHERE type IN ('view', 'index') AND sql IS NOT NULL"
+    for kind, name in connection.execute(made).fetchall():
+        connection.execute(f"DROP {kind} {name}")
+    for table in tables:
+        connection.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
+    create_schema(connection)
+    # Jobs first: events are filled from them.
+    for table in sorted(tables, key=lambda table: table != "jobs"):
+        _carry_over(connection, version, table, _RENAMED.get(table, table))
+        connection.execute(f"DROP TABLE old_{table}")
+    connection.execute(_TELL_DLQ_ID)
+    for table, sequence in sequences.items():
+        name = _RENAMED.get(table, table)
+        connection.execute("DELETE FROM sqlite_sequence WHERE name = ?", (name,))
+        connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, sequence))
+
+
+def _carry_over(connection: sqlite3.Connection, version: int, old: str, new: str) -> None:
+    filled = {place: value for place, (last, value) in _FILLED.items() if version <= last}
+    # table_info leaves generated columns out.
+    before = {row[1] for row in connection.execute(f"PRAGMA table_info(old_{old})")}
+    columns = [row[1] for row in connection.execute(f"PRAGMA table_info({new})")]
+    columns = [column for column in columns if column in before or (new, column) in filled]
+    values = [filled.get((new, column), f"old.{column}") for column in columns]
+    # All names are those of our own tables and columns.
+    copy = f"INSERT INTO {new} ({', '.join(columns)}) SELECT {', '.join(values)} FROM old_{old} AS old"  # noqa: S608
+    connection.execute(copy)
+
+
+def _fingerprint(task: str, code: str, message: str, history: str) -> str:
+    """Of a dead letter that was written before there were any."""
+    attempts = msgspec.json.decode(history, type=tuple[Attempt, ...])
+    last = attempts[-1].failure if attempts else None
+    known = last if last is not None and last.code == code else Failure(code, message)
+    return error_fingerprint(task, known)

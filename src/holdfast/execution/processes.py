@@ -1,0 +1,266 @@
+"""Child processes for tasks with `process=True`: the worker's pool and the child's main loop.
+
+Parent: `ProcessPool` reuses children, and kills a child when its job is ended from outside. A child is a new
+interpreter, never a fork, at the other end of a socket pair. The pool kills only children that it started itself,
+through the handle that the operating system gave for them.
+
+Child: `main` reads jobs from the socket, runs them one by one and writes outcomes. A separate thread reads, so that the
+child exits at once when its worker is gone, even during a run: a child never outlives the process that holds the lease.
+Signals from a terminal or a process group are left to the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Final
+
+import msgspec
+
+from holdfast.core.job import ApprovalRequest, Claim, Failure
+from holdfast.core.verdict import ApprovalNeeded, FailureKind, Outcome, Raised, Returned
+from holdfast.execution.context import Context
+from holdfast.execution.invoke import failure_outcome, invoke, invoke_sync, process_died
+from holdfast.execution.spec import TaskLocation, TaskPolicy, TaskSpec, load_task, locate
+from holdfast.observe.logs import current_claim
+
+#: Every message begins with its length.
+HEADER: Final = struct.Struct(">I")
+
+
+class RunCommand(msgspec.Struct, frozen=True):
+    """Run this job."""
+
+    location: TaskLocation
+    claim: Claim
+    #: The worker's app is in memory, for a test: those of this process must be, too.
+    in_memory: bool = False
+
+
+class RunReply(msgspec.Struct, frozen=True):
+    """A result, a failure and its kind, or a question to people."""
+
+    result: bytes | None = None
+    kind: FailureKind | None = None
+    failure: Failure | None = None
+    approval_request: ApprovalRequest | None = None
+    message: str = ""
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> RunReply:
+        match outcome:
+            case Returned(result=result):
+                return cls(result=result)
+            case Raised(kind=kind, failure=failure):
+                return cls(kind=kind, failure=failure)
+            case ApprovalNeeded(message=message, request=ask):
+                return cls(message=message, approval_request=ask)
+            case _:
+                raise TypeError(f"a child cannot end a run with {type(outcome).__name__}")
+
+    def outcome(self) -> Outcome:
+        if self.kind is not None and self.failure is not None:
+            return Raised(self.kind, self.failure)
+        if self.approval_request is not None:
+            return ApprovalNeeded(self.message, self.approval_request)
+        return Returned(self.result or b"null")
+
+
+def main(descriptor: int) -> None:
+    """Serve until the parent closes its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # The worker has reported the same environment.
+    logging.getLogger("holdfast.settings").setLevel(logging.ERROR)
+    connection = socket.socket(fileno=descriptor)
+    orders: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(connection, orders), daemon=True).start()
+    decoder = msgspec.msgpack.Decoder(RunCommand)
+    with asyncio.Runner() as runner:
+        while True:
+            order = decoder.decode(orders.get())
+            loaded = _load(order.location, in_memory=order.in_memory)
+            # Its time begins now: what importing took is not the job's.
+            _send(connection, b"")
+            outcome = _run(loaded, order.claim, runner) if isinstance(loaded, TaskSpec) else loaded
+            _send(connection, msgspec.msgpack.encode(RunReply.of(outcome)))
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(HEADER.pack(len(message)) + message)
+
+
+def _read(connection: socket.socket, orders: SimpleQueue[bytes]) -> None:
+    try:
+        with connection.makefile("rb") as stream:
+            while header := stream.read(HEADER.size):
+                orders.put(stream.read(HEADER.unpack(header)[0]))
+    finally:
+        # Also by an error: a worker that was killed before it had read what we told it resets the connection.
+        os._exit(0)
+
+
+def _load(place: TaskLocation, *, in_memory: bool = False) -> TaskSpec | Raised:
+    try:
+        plan = _plans.get(place.task) or _plans.setdefault(place.task, load_task(place, in_memory=in_memory))
+    except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
+        return failure_outcome(exc, TaskPolicy())
+    return plan
+
+
+def _run(plan: TaskSpec, claim: Claim, runner: asyncio.Runner) -> Outcome:
+    before = current_claim.set(claim)
+    context = Context(claim) if plan.context_name is not None else None
+    try:
+        if inspect.iscoroutinefunction(plan.function):
+            return runner.run(invoke(plan, claim, context))
+        return invoke_sync(plan, claim, context)
+    finally:
+        current_claim.reset(before)
+        sys.stdout.flush()
+
+
+_plans: dict[str, TaskSpec] = {}
+
+
+#: More children than this only compete for the cores; further jobs wait, each with its slot.
+MAX_CHILDREN: Final = max(4, 2 * (os.cpu_count() or 1))
+_REAP_S: Final = 5.0
+
+_MAIN: Final = "import sys; sys.path[:] = {path!r}; from holdfast.execution.processes import main; main({descriptor})"
+
+#: For apps whose code names no URL; others are moved once they are loaded.
+_IN_MEMORY: Final = {"HOLDFAST_URL": "sqlite://"}
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(RunReply).decode
+
+
+class ProcessPool:
+    """A pool of child processes. One event loop."""
+
+    def __init__(self, limit: int = MAX_CHILDREN, *, in_memory: bool = False) -> None:
+        """`in_memory`: the worker's app is, and children must not reach the stores that it is configured for."""
+        self._in_memory = in_memory
+        self._room = asyncio.Semaphore(limit)
+        self._idle: list[ChildProcess] = []
+        self._all: set[ChildProcess] = set()
+        self._places: dict[str, TaskLocation] = {}
+
+    async def perform(self, plan: TaskSpec, claim: Claim, started: Callable[[], None]) -> Outcome:
+        """Run one job in a child; `started` is called when its code begins. A cancelled call kills its child."""
+        place = self._places.get(plan.name) or self._places.setdefault(plan.name, locate(plan))
+        order = _encode(RunCommand(place, claim, self._in_memory))
+        async with self._room:
+            while True:
+                child, fresh = await self._take()
+                try:
+                    await child.send(order)
+                    started()
+                    reply = await child.receive()
+                except (EOFError, OSError):
+                    exit_code = await self._bury(child)
+                    if fresh or child.started:
+                        return process_died(exit_code)
+                    # It had died at rest: that is not this job's doing.
+                except GeneratorExit:
+                    # Thrown away: there is no waiting any more.
+                    child.kill()
+                    raise
+                except BaseException:
+                    # Dead before the verdict is given: the next attempt must not meet it.
+                    await self._bury(child)
+                    raise
+                else:
+                    self._idle.append(child)
+                    return _decode(reply).outcome()
+
+    async def close(self) -> None:
+        """End all children and wait for them."""
+        children, self._all, self._idle = self._all, set(), []
+        for child in children:
+            child.kill()
+        for child in children:
+            await child.reap()
+
+    async def _take(self) -> tuple[ChildProcess, bool]:
+        """A child at rest, or a new one."""
+        if self._idle:
+            return self._idle.pop(), False
+        child = await ChildProcess.spawn(_IN_MEMORY if self._in_memory else {})
+        self._all.add(child)
+        return child, True
+
+    async def _bury(self, child: ChildProcess) -> int | None:
+        child.kill()
+        exit_code = await child.reap()
+        self._all.discard(child)
+        return exit_code
+
+
+class ChildProcess:
+    """One child process and our end of its socket."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self.pid = process.pid
+        #: Whether the code of its latest job was reached.
+        self.started = False
+
+    @classmethod
+    async def spawn(cls, variables: Mapping[str, str]) -> ChildProcess:
+        """Start one. It imports the user's code with its first job."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            code = _MAIN.format(path=sys.path, descriptor=theirs.fileno())
+            process = subprocess.Popen(  # noqa: ASYNC220 - a few milliseconds, once per child
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **variables},
+            )
+        try:
+            return cls(process, *await asyncio.open_connection(sock=ours))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+
+    async def send(self, order: bytes) -> None:
+        """Hand over a job; returns when the child has imported what it needs. `EOFError` or `OSError`: it died."""
+        self.started = False
+        self._writer.write(HEADER.pack(len(order)) + order)
+        await self._writer.drain()
+        await self.receive()
+        self.started = True
+
+    async def receive(self) -> bytes:
+        """Its next message: empty at the start of a job, then the outcome. `EOFError` or `OSError`: it died."""
+        header = await self._reader.readexactly(HEADER.size)
+        return await self._reader.readexactly(HEADER.unpack(header)[0])
+
+    def kill(self) -> None:
+        """End it now. Safe to call twice, and after it has ended."""
+        self._writer.close()
+        self._process.kill()
+
+    async def reap(self) -> int | None:
+        """Wait for a killed child; its exit code, negative for a signal."""
+        try:
+            return await asyncio.to_thread(self._process.wait, _REAP_S)
+        except subprocess.TimeoutExpired:
+            return None

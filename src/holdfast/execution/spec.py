@@ -1,0 +1,174 @@
+"""`TaskSpec`: everything needed to run a task's jobs, computed once when the task is registered.
+
+`TaskLocation` finds a task in another process. A child process imports the module that defines the function, by name
+if it has one, else from its file, and gets the task from a module-level name or from an app that the module holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import ModuleType
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.codec import PAYLOAD_LIMIT, Arguments, encode_json
+from holdfast.core.job import Claim
+from holdfast.core.retry import Retry
+from holdfast.core.verdict import OnExhausted
+from holdfast.errors import InvalidOption
+from holdfast.execution.context import Context
+
+
+class ExecutionMode(Enum):
+    """Where a function runs."""
+
+    #: `async def`: an asyncio task on the worker's event loop.
+    LOOP = auto()
+    #: `def`: a thread. Cannot be stopped from outside.
+    THREAD = auto()
+    #: `process=True`: a child process, killed when its time is up, when it is cancelled or loses its lease.
+    PROCESS = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPolicy:
+    """What becomes of a task's jobs when they fail or take too long."""
+
+    retry: Retry = field(default_factory=Retry)
+    timeout_ms: int | None = None
+    on_exhausted: OnExhausted = OnExhausted.DEAD_LETTER
+    retry_on: tuple[type[BaseException], ...] = ()
+    fatal_on: tuple[type[BaseException], ...] = ()
+    unavailable_on: tuple[type[BaseException], ...] = ()
+    process: bool = False
+
+
+class TaskSpec:
+    """A function, how it is called, and its policy."""
+
+    __slots__ = (
+        "_result_label",
+        "arguments",
+        "context_name",
+        "decode",
+        "function",
+        "mode",
+        "name",
+        "payload_limit",
+        "policy",
+        "timeout_s",
+    )
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], policy: TaskPolicy, payload_limit: int = PAYLOAD_LIMIT
+    ) -> None:
+        self.name = name
+        self.function = function
+        self.policy = policy
+        self.payload_limit = payload_limit
+        self.arguments = Arguments(function, name, Context)
+        self.decode = self.arguments.decode
+        self.context_name = self.arguments.injected_name
+        self.mode = _mode(name, function, policy)
+        self.timeout_s = None if policy.timeout_ms is None else policy.timeout_ms / 1000
+        self._result_label = f"the result of task {name!r}"
+
+    def encode_result(self, value: Any) -> bytes:
+        """JSON; raises `InvalidPayload` or `PayloadTooLarge`."""
+        return encode_json(value, self._result_label, self.payload_limit)
+
+    def bind(self, claim: Claim, context: Context | None) -> dict[str, Any]:
+        """Keyword arguments for one run; raises `InvalidPayload`."""
+        arguments = self.decode(claim.payload)
+        if self.context_name is not None:
+            arguments[self.context_name] = context
+        return arguments
+
+
+def _mode(name: str, function: Callable[..., Any], policy: TaskPolicy) -> ExecutionMode:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise InvalidOption(f"task {name!r} yields; a task returns one value")
+    if policy.process:
+        return ExecutionMode.PROCESS
+    return ExecutionMode.LOOP if inspect.iscoroutinefunction(function) else ExecutionMode.THREAD
+
+
+#: What `multiprocessing` calls a main module in a child, so that `if __name__ == "__main__":` stays off.
+_MAIN_ALIAS: Final = "__mp_main__"
+
+
+class TaskLocation(msgspec.Struct, frozen=True):
+    """Where a task is defined. An empty module name: load the file."""
+
+    module: str
+    file: str
+    task: str
+
+
+def locate(plan: TaskSpec) -> TaskLocation:
+    """The place of a task, checked; `InvalidOption` if a child could not find it there."""
+    name = plan.function.__module__
+    module = sys.modules.get(name)
+    if module is None or find_task(module, plan.name) is not plan:
+        raise InvalidOption(
+            f"task {plan.name!r} has process=True, but a child process cannot find it in module {name!r}; "
+            "define it, or its app, at the module's top level"
+        )
+    file = getattr(module, "__file__", None) or ""
+    if name == "__main__":
+        # Started with `-m` it has its real name here; a script has none.
+        spec = getattr(module, "__spec__", None)
+        return TaskLocation("" if spec is None or spec.name == name else spec.name, file, plan.name)
+    return TaskLocation(name, file, plan.name)
+
+
+def load_task(place: TaskLocation, *, in_memory: bool = False) -> TaskSpec:
+    """In the child: the task at that place. With `in_memory` the module's apps are moved there."""
+    module = importlib.import_module(place.module) if place.module else _load_file(place.file)
+    plan = find_task(module, place.task)
+    if plan is None:
+        raise InvalidOption(f"module {module.__name__!r} has no task {place.task!r} in the child process")
+    if in_memory:
+        for value in _ours(module):
+            if isinstance(getattr(value, "specs", None), Mapping):
+                value.configure(url="sqlite://")
+    return plan
+
+
+def find_task(module: ModuleType, task: str) -> TaskSpec | None:
+    """The plan of a task that is, or whose app is, at a module's top level."""
+    apps: list[Mapping[str, Any]] = []
+    for value in _ours(module):
+        plan = getattr(value, "plan", None)
+        if isinstance(plan, TaskSpec) and plan.name == task:
+            return plan
+        plans = getattr(value, "specs", None)
+        if isinstance(plans, Mapping):
+            apps.append(plans)
+    return next((plans[task] for plans in apps if isinstance(plans.get(task), TaskSpec)), None)
+
+
+def _ours(module: ModuleType) -> list[Any]:
+    """Apps and tasks at a module's top level, and whatever else of holdfast is there."""
+    values = list(vars(module).values())
+    return [value for value in values if any(base.__module__.startswith("holdfast.") for base in type(value).__mro__)]
+
+
+# Cached here, not looked up in sys.modules: importing `multiprocessing` puts the child's own main module there.
+@functools.cache
+def _load_file(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MAIN_ALIAS, file)
+    if spec is None or spec.loader is None:
+        raise InvalidOption(f"the task's module has no file that a child process could load ({file!r})")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MAIN_ALIAS] = sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+    return module

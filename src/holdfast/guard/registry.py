@@ -1,0 +1,164 @@
+"""`app.guard`: the rules that every job is shown to before it may run.
+
+    @app.guard
+    async def budget(request: GuardRequest) -> Decision | None: ...
+
+    app.guard.rule("large payments", task="pay*", when=lambda args: args["amount"] > 1000, then=AskPeople("a lot"))
+
+A guard that raises, answers nonsense or takes too long lets nothing pass: `GuardFailed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, TypeVar, overload
+
+from holdfast.errors import GuardFailed, HoldfastError, InvalidOption
+from holdfast.guard.decisions import Allow, Decision, Deny, GuardRequest, RequireApproval, Ruling, combine
+
+Guard = Callable[[GuardRequest], Decision | None] | Callable[[GuardRequest], Awaitable[Decision | None]]
+G = TypeVar("G", bound=Guard)
+
+_NAME_LIMIT: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _RegisteredGuard:
+    """A guard and the policy that it is known by."""
+
+    policy: str
+    guard: Callable[[GuardRequest], Any]
+    #: Quick, and never waits: called on the event loop.
+    immediate: bool = False
+
+
+class GuardRegistry:
+    """An app's guards; empty at first. Used as `@app.guard`, or as `app.guard.rule(…)`."""
+
+    def __init__(self, timeout_s: Callable[[], float]) -> None:
+        self._timeout_s = timeout_s
+        self._guards: list[_RegisteredGuard] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._guards)
+
+    @overload
+    def __call__(self, guard: G, /) -> G: ...
+    @overload
+    def __call__(self, /, *, name: str) -> Callable[[G], G]: ...
+    def __call__(self, guard: Any = None, /, *, name: str | None = None) -> Any:
+        """Register a function, `async` or not, that is asked about every job; its name is the policy's.
+
+        A plain function runs in a thread. None means that it does not mind.
+        """
+
+        def register(guard: G) -> G:
+            if not callable(guard):
+                raise InvalidOption(f"@app.guard decorates a function, not {guard!r}")
+            self._add(name or str(getattr(guard, "__name__", "")), guard)
+            return guard
+
+        return register if guard is None else register(guard)
+
+    def rule(
+        self,
+        name: str,
+        *,
+        task: str = "*",
+        tenant: str = "*",
+        when: Callable[[dict[str, Any]], object] | None = None,
+        then: RequireApproval | Deny,
+    ) -> None:
+        """A rule without a function: which jobs, by task, tenant (`*` and `?` stand for anything) and arguments, and
+        what becomes of them. `when` gets the arguments by name, and must be quick."""
+        if not isinstance(then, RequireApproval | Deny):
+            raise InvalidOption(f"then must be AskPeople(…) or Deny(…), not {then!r}")
+        if inspect.iscoroutinefunction(when):
+            raise InvalidOption(f"when must be a plain function of the arguments, not {when!r}")
+
+        def rule(request: GuardRequest) -> Decision | None:
+            if not fnmatchcase(request.task, task) or not fnmatchcase(request.tenant_id, tenant):
+                return None
+            return then if when is None or when(request.arguments) else None
+
+        self._add(name, rule, immediate=True)
+
+    async def judge(self, request: GuardRequest) -> Ruling:
+        """What all of them say; each is asked, so that all reasons are known. Raises `GuardFailed`."""
+        decisions = [(named.policy, await self._ask(named, request)) for named in self._guards]
+        return combine(decisions)
+
+    def _add(self, name: object, guard: Callable[[GuardRequest], Any], *, immediate: bool = False) -> None:
+        if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LIMIT:
+            raise InvalidOption(f"a guard's name must be a text of 1 to {_NAME_LIMIT} characters, got {name!r}")
+        if any(other.policy == name for other in self._guards):
+            raise InvalidOption(f"there is a guard {name!r} already; a policy is known by its name, give it name=…")
+        self._guards.append(_RegisteredGuard(name, guard, immediate))
+
+    async def _ask(self, named: _RegisteredGuard, request: GuardRequest) -> Decision:
+        limit_s = self._timeout_s()
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                decision = await _call(named, request)
+        except HoldfastError:
+            # A guard that says itself what is wrong, and whether trying again helps.
+            raise
+        except Exception as exc:
+            if isinstance(exc, TimeoutError) and limit.expired():
+                raise GuardFailed(named.policy, f"no answer within {limit_s:g} s") from exc
+            raise GuardFailed(named.policy, f"{type(exc).__name__}: {exc}") from exc
+        if decision is None:
+            return Allow()
+        if not isinstance(decision, Decision):
+            raise GuardFailed(named.policy, f"it answered {decision!r}, which is no Allow, AskPeople, Deny or None")
+        return decision
+
+
+async def _call(named: _RegisteredGuard, request: GuardRequest) -> Any:
+    guard = named.guard
+    if named.immediate:
+        return guard(request)
+    if inspect.iscoroutinefunction(guard) or inspect.iscoroutinefunction(getattr(guard, "__call__", None)):  # noqa: B004
+        return await guard(request)
+    answer = await _in_thread(lambda: guard(request))
+    # An `async` function inside a lambda, say.
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """In a daemon thread: one that never returns is left behind, and keeps no process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def run() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = (work(), None)
+        except BaseException as exc:  # noqa: BLE001 - raised where it is awaited
+            outcome = (None, exc)
+        try:
+            loop.call_soon_threadsafe(tell, *outcome)
+        except RuntimeError:
+            # The loop is gone, and with it whoever waited.
+            return
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            # A future cannot hold a StopIteration, and one SystemExit must not end the loop.
+            future.set_exception(
+                error
+                if isinstance(error, Exception) and not isinstance(error, StopIteration)
+                else RuntimeError(repr(error))
+            )
+
+    threading.Thread(target=run, name="holdfast-guard", daemon=True).start()
+    return await future

@@ -1,0 +1,169 @@
+"""One job, run here and now, as a worker would: leased, shown to the guards, renewed, judged, settled (requirement H3).
+
+For trying out and for tests; off unless switched on. The due time is ignored, nothing else is: a job that is not
+queued or retrying is refused as an illegal move, a guard's no or question ends the run before it begins, and so does a
+lease that is lost meanwhile. Whatever came of a job that was taken is in the operators' log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from random import Random
+from typing import Final
+from uuid import uuid4
+
+from holdfast.app import Holdfast
+from holdfast.core.job import Claim, Failure, JobInfo, Lease
+from holdfast.core.principal import AuditEntry
+from holdfast.core.states import State
+from holdfast.core.verdict import (
+    TASK_ERROR,
+    TASK_FATAL,
+    FailureKind,
+    OnExhausted,
+    Raised,
+    Settlement,
+    SettleResult,
+    judge,
+)
+from holdfast.effects.runtime import EffectRuntime
+from holdfast.engine.port import Engine
+from holdfast.engine.port.operators import QueueControl
+from holdfast.errors import StaleLease, UnknownJob
+from holdfast.execution.spec import TaskPolicy
+from holdfast.ledger.port.ledger import Ledger
+from holdfast.worker.in_flight import InFlight, StopReason
+from holdfast.worker.renewer import LeaseListener, Renewer
+from holdfast.worker.runner import Runner
+from holdfast.worker.settler import Settler
+
+#: What is given up gets its dead letter recorded in the background; so long the answer waits for that.
+_RECORDED_MS: Final = 10_000
+_LOOK_S: Final = 0.01
+
+_TRANSIENT: Final = Raised(
+    FailureKind.RETRYABLE, Failure(TASK_ERROR, "a transient failure, as asked for", "TransientFail")
+)
+_FATAL: Final = Raised(FailureKind.FATAL, Failure(TASK_FATAL, "a failure for good, as asked for", "ForcedFail"))
+
+
+class DebugRunner:
+    """Runs single jobs of an app. One event loop."""
+
+    def __init__(self, app: Holdfast) -> None:
+        self._app = app
+        self._random = Random()
+
+    async def run(self, view: JobInfo, actor: str, *, force_fail: bool, transient_fail: bool) -> JobInfo:
+        """The job after one attempt. Raises `TransitionInvalid` and `UnknownJob` as `engine.take` does."""
+        engine = self._app.engine
+        worker = f"http-{actor}-{uuid4().hex[:8]}"
+        claim = await engine.claim_job(worker, view.queue, view.job_id)
+        after: JobInfo | None = None
+        try:
+            if force_fail or transient_fail:
+                await self._fail(engine, claim, _FATAL if force_fail else _TRANSIENT)
+            else:
+                await self._perform(engine, claim)
+            after = await self._after(engine, view)
+        finally:
+            # However it ended: the job was taken.
+            try:
+                await engine.deregister_worker(worker, [view.queue])
+            finally:
+                how = "force_fail" if force_fail else "transient_fail" if transient_fail else ""
+                await self._remember(view, after, actor, how)
+        return after
+
+    async def _remember(self, view: JobInfo, after: JobInfo | None, actor: str, how: str) -> None:
+        if (ledger := self._app.ledger_backend) is None:
+            return
+        action = AuditEntry(
+            type="operator.run",
+            actor=actor,
+            tenant_id=view.tenant_id,
+            target="job",
+            target_id=view.job_id,
+            queue=view.queue,
+            reason=how,
+            before={"state": view.state},
+            after={} if after is None else {"state": after.state},
+        )
+        await ledger.operators.record_audit([action])
+
+    async def _fail(self, engine: Engine, claim: Claim, outcome: Raised) -> None:
+        plan = self._app.specs.get(claim.task)
+        policy = plan.policy if plan is not None else TaskPolicy()
+        on_exhausted = OnExhausted.DEAD_LETTER if outcome is _FATAL else policy.on_exhausted
+        now_ms = await engine.now_ms()
+        verdict = judge(claim, outcome, policy.retry, on_exhausted, self._random, lambda: now_ms)
+        (answer,) = await engine.settle([Settlement(claim, verdict, now_ms)])
+        if answer is SettleResult.STALE:
+            raise StaleLease(claim.job_id)
+
+    async def _perform(self, engine: Engine, claim: Claim) -> None:
+        """With a worker's own parts, for this one job."""
+        held: InFlight = set()
+        settler = Settler(engine, held)
+        settings = self._app.settings
+        offset_ms = await engine.now_ms() - time.monotonic_ns() // 1_000_000
+
+        async def ledger() -> Ledger | None:
+            return self._app.ledger_backend
+
+        async def find(queue: str, job_id: str) -> JobInfo | None:
+            return (await engine.get(queue, [job_id]))[0]
+
+        tools = EffectRuntime(
+            ledger,
+            find,
+            lambda: offset_ms + time.monotonic_ns() // 1_000_000,
+            engine.counts,
+            lease_s=settings.visibility_timeout_s,
+            payload_limit=settings.payload_limit,
+        )
+        gate = self._app.guard_runner(self._app.ledger_backend)
+        runner = Runner(self._app.specs, settler, held, 1, tools=tools, gate=gate)
+        runner.set_engine_time(await engine.now_ms())
+        interval_s = settings.heartbeat_interval_s
+        renewer = Renewer(engine.clone(), [claim.queue], held, interval_s, _RunListener(runner, held))
+        async with AsyncExitStack() as last:
+            last.push_async_callback(runner.close)
+            renewer.start()
+            last.push_async_callback(renewer.stop)
+            runner.accept([claim])
+            # Neither has a bell, and this is one job.
+            while held or runner.running:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+
+    async def _after(self, engine: Engine, view: JobInfo) -> JobInfo:
+        (now,) = await engine.get(view.queue, [view.job_id])
+        if now is not None and now.state in (State.DLQ_PENDING, State.DLQ_RECORDED):
+            now = await engine.wait_final(view.queue, view.job_id, _RECORDED_MS)
+        if now is None:
+            raise UnknownJob(view.job_id)
+        return now
+
+
+class _RunListener(LeaseListener):
+    """What a renewer tells, for one run."""
+
+    def __init__(self, runner: Runner, held: InFlight) -> None:
+        self._runner = runner
+        self._held = held
+
+    def on_leases_lost(self, leases: Sequence[Lease]) -> None:
+        for run in [run for run in self._held if run.claim.lease in leases and run.settlement is None]:
+            self._runner.stop(run, StopReason.LOST)
+
+    def on_cancelled(self, leases: Sequence[Lease]) -> None:
+        self.on_leases_lost(leases)
+
+    def on_control_changed(self, queue: str, control: QueueControl) -> None:
+        """One job is one job."""
+
+    def on_due(self, queue: str, at_ms: int) -> None:
+        """Nobody promotes here."""

@@ -1,0 +1,331 @@
+"""A batch of feed events, folded into what the ledger is to write: one row a job, however much happened to it. Pure.
+
+`assume` needs no look-up: a job that begins in the batch is taken for new, any other for being where its first event
+says it was, in the attempt in which it was. The store holds both against its rows and has everything taken back if one
+does not fit; then `fold` is given what the ledger knows and tells the truth event by event. What does not fit the
+ledger's story is an anomaly:
+
+- the ledger has the job's end: nothing follows an end, so the event is kept as an anomaly only;
+- the job is elsewhere, but open: the engine went on from an earlier point (a stale replica, a cut AOF). The story gets
+  a `ledger.forked` event to where the engine was, then the event. An earlier attempt in the same state is elsewhere;
+- the ledger has never heard of the job (its feed was cut before somebody read it): the same, after a creation of ours.
+
+What people did (`operator.…`) is no part of a job's story, and goes into the operators' log as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from holdfast.core.job import Event, Failure
+from holdfast.core.states import EXPEDITED_EVENT, FINAL, FORKED_EVENT, OPERATOR_PREFIX, RESTORED_EVENT, State, event_for
+from holdfast.ledger.fold_events import LAST_ERROR_LIMIT, dead_letter_id, failure_of
+
+#: Why an event is an anomaly.
+AFTER_THE_END: Final = "the job had ended in the ledger"
+CREATED_AGAIN: Final = "the ledger has this job already"
+FORKED: Final = "the engine went on from an earlier point than the ledger's"
+NEVER_HEARD: Final = "the ledger has no such job"
+_KEEP_ERRORS: Final = frozenset({State.DLQ_RECORDED, State.FAILED})
+
+#: Tenant and job id, within one queue.
+Name = tuple[str, str]
+
+
+class BatchMismatch(Exception):
+    """The events of a batch do not follow one another, or do not follow on what the ledger has: look it up."""
+
+
+class RecordedJob(msgspec.Struct, frozen=True):
+    """What the ledger has of a job."""
+
+    state: State
+    last_seq: int
+    attempt: int = 0
+    retry_count: int = 0
+
+
+class Anomaly(msgspec.Struct, frozen=True):
+    """An event that could not be written as it came."""
+
+    event: Event
+    reason: str
+
+
+class JobDraft(msgspec.Struct, eq=False, gc=False):
+    """A job as the batch leaves it."""
+
+    tenant_id: str
+    job_id: str
+    #: Where the ledger must have it; None: it is new, or only noted upon.
+    previous_state: State | None
+    #: The latest attempt that the ledger may have of it, and the retries, at most one less; None: any.
+    previous_attempt: int = 0
+    previous_retries: int | None = 0
+    #: The number of its last event before the batch, where that is known.
+    seq: int = 0
+    creation: Event | None = None
+    #: Where it is now; None: nothing has moved it yet.
+    state: State | None = None
+    ended: bool = False
+    attempt: int = 0
+    retry_count: int = 0
+    worker: str | None = None
+    keeps_errors: bool = True
+    error_code: str | None = None
+    last_error: str | None = None
+    error_message: str | None = None
+    result: str | None = None
+    run_at_ms: int = 0
+    next_retry_at_ms: int = 0
+    #: When it was made due before its time; what the ledger has of that time is over then. 0: it was not.
+    expedited_at_ms: int = 0
+    dlq_id: str | None = None
+    dead_letter: Event | None = None
+    #: It was told to wait for people in this batch.
+    awaiting_approval: bool = False
+    at_ms: int = 0
+    events: list[Event] = []
+
+    @property
+    def new(self) -> bool:
+        return self.creation is not None
+
+    @property
+    def finished_at_ms(self) -> int:
+        """0: not ended."""
+        return self.at_ms if self.ended else 0
+
+
+class FoldedBatch(msgspec.Struct, frozen=True):
+    """What is to be written. Events of a draft are numbered on from its `seq`."""
+
+    drafts: list[JobDraft]
+    anomalies: list[Anomaly]
+    #: What people did, to jobs and queues.
+    audit_events: list[Event] = []
+
+
+# Two ways to fold ----------------------------------------------------------------------------------
+
+
+def fold_optimistic(events: Iterable[Event]) -> FoldedBatch:
+    """Without a look at the ledger. Raises `Misfit` if the events contradict one another."""
+    drafts: dict[Name, JobDraft] = {}
+    deeds: list[Event] = []
+    for event in events:
+        if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
+            deeds.append(event)
+            continue
+        name = (event.tenant_id, event.job_id)
+        draft = drafts.get(name)
+        from_state = event.from_state
+        if draft is None:
+            if event.to_state is not None and from_state is None:
+                drafts[name] = draft = JobDraft(*name, None)
+                _create(draft, event)
+                continue
+            drafts[name] = draft = JobDraft(*name, None)
+        if event.to_state is not None:
+            if draft.state is None:
+                if from_state is None or from_state in FINAL:
+                    raise BatchMismatch(event)
+                draft.previous_state = from_state
+                # Both asked in place: this is where all of a busy queue's events pass.
+                draft.previous_attempt = event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
+                draft.previous_retries = (
+                    None if from_state is State.SUSPENDED and _resumes(event) else event.retry_count
+                )
+            elif from_state is not draft.state or draft.ended:
+                raise BatchMismatch(event)
+        _apply(draft, event)
+    return FoldedBatch(list(drafts.values()), [], deeds)
+
+
+def fold_known(events: Iterable[Event], known: Mapping[Name, RecordedJob]) -> FoldedBatch:
+    """On what the ledger knows of these jobs."""
+    drafts: dict[Name, JobDraft] = {}
+    anomalies: list[Anomaly] = []
+    deeds: list[Event] = []
+    for event in events:
+        if event.to_state is None and event.type.startswith(OPERATOR_PREFIX):
+            deeds.append(event)
+            continue
+        name = (event.tenant_id, event.job_id)
+        draft = drafts.get(name)
+        if draft is None and (row := known.get(name)) is not None:
+            draft = drafts[name] = JobDraft(*name, row.state, row.attempt, row.retry_count, row.last_seq)
+            draft.attempt, draft.retry_count = row.attempt, row.retry_count
+            draft.ended = row.state in FINAL
+        if draft is None:
+            if event.to_state is None or event.from_state in FINAL:
+                anomalies.append(Anomaly(event, NEVER_HEARD))
+                continue
+            draft = drafts[name] = JobDraft(*name, None)
+            if event.from_state is None:
+                _create(draft, event)
+            else:
+                _create(draft, _creation(event))
+                _apply(draft, _fork(State.QUEUED, event))
+                _apply(draft, event)
+                anomalies.append(Anomaly(event, NEVER_HEARD))
+        elif (reason := _continue(draft, event)) is not None:
+            anomalies.append(Anomaly(event, reason))
+    return FoldedBatch([draft for draft in drafts.values() if draft.events], anomalies, deeds)
+
+
+def _continue(draft: JobDraft, event: Event) -> str | None:
+    """The next event of a job that the ledger has; why it is an anomaly, if it is."""
+    state = draft.state or draft.previous_state
+    if event.to_state is None or (event.from_state is state and not draft.ended and _follows(draft, event)):
+        _apply(draft, event)
+        return None
+    if event.from_state is None:
+        return CREATED_AGAIN
+    if draft.ended or event.from_state in FINAL or state is None:
+        return AFTER_THE_END
+    _apply(draft, _fork(state, event))
+    _apply(draft, event)
+    return FORKED
+
+
+def _follows(draft: JobDraft, event: Event) -> bool:
+    """Whether the event's counts go on from the job's, or from those of an earlier point in the same state.
+
+    An engine that forgets only ever goes back, so a later attempt than expected is none of its doing.
+    """
+    if _attempt_before(event) < draft.attempt:
+        return False
+    return _resumes(event) or 0 <= event.retry_count - draft.retry_count <= 1
+
+
+def _attempt_before(event: Event) -> int:
+    """A claim begins a new attempt; everything else happens to the last one."""
+    return event.attempt - 1 if event.to_state is State.RUNNING else event.attempt
+
+
+def _resumes(event: Event) -> bool:
+    """Whether the retries are counted anew."""
+    return event.from_state is State.SUSPENDED and event.to_state is State.QUEUED
+
+
+def _creation(event: Event) -> Event:
+    """Of a job whose own creation was lost."""
+    return Event(
+        type=event_for(None, State.QUEUED),
+        job_id=event.job_id,
+        tenant_id=event.tenant_id,
+        at_ms=event.at_ms,
+        to_state=State.QUEUED,
+        message=NEVER_HEARD,
+    )
+
+
+def _fork(state: State, event: Event) -> Event:
+    return Event(
+        type=FORKED_EVENT,
+        job_id=event.job_id,
+        tenant_id=event.tenant_id,
+        at_ms=event.at_ms,
+        from_state=state,
+        to_state=event.from_state,
+        attempt=max(0, _attempt_before(event)),
+        retry_count=event.retry_count,
+        message=FORKED,
+    )
+
+
+# What an event does to a job -----------------------------------------------------------------------
+
+
+def _create(draft: JobDraft, event: Event) -> None:
+    draft.creation = event
+    draft.events.append(event)
+    draft.state = event.to_state
+    draft.at_ms = event.at_ms
+    draft.awaiting_approval = event.to_state is State.WAITING_APPROVAL
+    if event.data:
+        draft.run_at_ms = event.data.get("run_at_ms") or 0
+
+
+def _apply(draft: JobDraft, event: Event) -> None:
+    draft.events.append(event)
+    to_state = event.to_state
+    if to_state is None:
+        if event.type == EXPEDITED_EVENT and not draft.ended:
+            _expedite(draft, event.at_ms)
+        return
+    draft.state = to_state
+    draft.at_ms = event.at_ms
+    draft.attempt = event.attempt
+    draft.retry_count = event.retry_count
+    draft.next_retry_at_ms = 0
+    if to_state is State.RUNNING:
+        draft.worker = event.worker
+        return
+    draft.worker = None
+    if to_state is State.SUCCEEDED:
+        draft.ended = True
+        draft.keeps_errors = False
+        draft.error_code = draft.last_error = draft.error_message = None
+        draft.result = event.data.get("result") if event.data else None
+        return
+    if event.type != FORKED_EVENT:
+        _move(draft, event, to_state, event.data or {})
+
+
+def _expedite(draft: JobDraft, at_ms: int) -> None:
+    draft.expedited_at_ms = draft.at_ms = at_ms
+    draft.run_at_ms = min(draft.run_at_ms, at_ms)
+    draft.next_retry_at_ms = min(draft.next_retry_at_ms, at_ms)
+
+
+def _move(draft: JobDraft, event: Event, to_state: State, data: Mapping[str, Any]) -> None:
+    draft.ended = to_state in FINAL
+    due_ms = data.get("next_attempt_at_ms") or 0
+    draft.awaiting_approval = draft.awaiting_approval or to_state is State.WAITING_APPROVAL
+    if to_state is State.RETRYING:
+        draft.next_retry_at_ms = due_ms
+    elif to_state is State.QUEUED and due_ms:
+        draft.run_at_ms = due_ms
+    if data.get("started") is False:
+        # An attempt that never started is numbered again.
+        draft.attempt = max(0, event.attempt - 1)
+    if "dlq_id" in data:
+        draft.dlq_id = str(data["dlq_id"])
+    if event.type == RESTORED_EVENT:
+        if to_state in (State.DLQ_PENDING, State.DLQ_RECORDED):
+            # It has its item, but the engine has forgotten what it was told of it: tell it again.
+            draft.dead_letter = event
+    elif to_state is State.DLQ_PENDING:
+        draft.dead_letter = event
+        draft.dlq_id = draft.dlq_id or dead_letter_id(event)
+    if to_state not in _KEEP_ERRORS and event.type != RESTORED_EVENT:
+        _set_errors(draft, failure_of(event))
+
+
+def _set_errors(draft: JobDraft, failure: Failure | None) -> None:
+    draft.keeps_errors = False
+    if failure is None:
+        draft.error_code = draft.last_error = draft.error_message = None
+        return
+    text = f"{failure.type}: {failure.message}" if failure.type else failure.message
+    draft.error_code = failure.code
+    draft.last_error = text[:LAST_ERROR_LIMIT]
+    draft.error_message = f"the job failed with {failure.code}"
+
+
+def split_batch(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """Two smaller batches that may be written one after the other: by jobs, and a single job's by time."""
+    names = list(dict.fromkeys((event.tenant_id, event.job_id) for event in events))
+    if len(names) > 1:
+        first = set(names[: len(names) // 2])
+        yield [event for event in events if (event.tenant_id, event.job_id) in first]
+        yield [event for event in events if (event.tenant_id, event.job_id) not in first]
+    else:
+        middle = len(events) // 2
+        yield list(events[:middle])
+        yield list(events[middle:])

@@ -1,0 +1,125 @@
+"""The ledger's port for once-only effects and steps, and the rules its stores share.
+
+Methods take batches, so that concurrent callers share a commit. All raise `LedgerUnavailable` when the store does not
+answer, and may then be called again with the same arguments. `rounds` splits a batch so that no key occurs twice in a
+round; `holds_key` decides whether an outcome belongs to the key's present reservation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from holdfast.core.job import JobKey as JobKey
+
+# Effects and steps ---------------------------------------------------------------------------------
+
+
+class EffectState(StrEnum):
+    """Where an effect is (requirement E2)."""
+
+    RESERVED = "reserved"
+    DONE = "done"
+    IN_DOUBT = "in_doubt"
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """A wish to act under a key, and who wishes."""
+
+    tenant_id: str
+    key: str
+    function: str
+    fingerprint: str
+    token: str
+    queue: str
+    job_id: str
+    attempt: int
+    worker: str
+    #: Take over this reservation, which is in doubt or whose holder is lost, instead of making a new one.
+    replaces_token: str = ""
+
+
+class EffectKey(msgspec.Struct, frozen=True, kw_only=True):
+    """The row of a key. Ours, if its token is the one that we asked with."""
+
+    state: EffectState
+    token: str
+    value: bytes | None
+    function: str
+    fingerprint: str
+    queue: str
+    job_id: str
+    attempt: int
+    worker: str
+    reason: str
+    updated_at_ms: int
+
+
+class EffectOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How an effect ended, by the reservation's token: done with a value, in doubt, or not done (the key is free)."""
+
+    tenant_id: str
+    key: str
+    token: str
+    state: EffectState | None
+    value: bytes | None = None
+    reason: str = ""
+    #: A `done` key may be used again after this long; None: never.
+    ttl_ms: int | None = None
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint. `position` counts the job's steps from 1 in the order of its code."""
+
+    key: JobKey
+    position: int
+    name: str
+    result: bytes
+    attempt: int
+
+
+class EffectStore(Protocol):
+    """Reservations and checkpoints. Every method takes a batch and is one transaction."""
+
+    async def reserve(self, wishes: Sequence[Reservation]) -> list[EffectKey]:
+        """The key's row after the wish, one each: new keys, and done ones that have expired, become the wisher's."""
+        ...
+
+    async def conclude(self, outcomes: Sequence[EffectOutcome]) -> list[bool]:
+        """Whether each still held its key. False: it was reserved again meanwhile, so it may have happened twice."""
+        ...
+
+    async def get(self, keys: Sequence[tuple[str, str]]) -> list[EffectKey | None]:
+        """The rows of `(tenant_id, key)`."""
+        ...
+
+    async def steps(self, jobs: Sequence[JobKey]) -> list[list[Step]]:
+        """Each job's recorded steps, by position."""
+        ...
+
+    async def record_steps(self, steps: Sequence[Step]) -> list[Step]:
+        """The step as it is recorded now, one each: the first one to record a position wins."""
+        ...
+
+
+T = TypeVar("T")
+
+
+def rounds(items: Sequence[T], key: Callable[[T], tuple[str, str]]) -> list[list[int]]:
+    """Numbers of the items, in turns: no key twice in a turn. A second wish for a key comes after the first."""
+    made: list[list[int]] = []
+    seen: dict[tuple[str, str], int] = {}
+    for number, item in enumerate(items):
+        turn = seen[key(item)] = seen.get(key(item), -1) + 1
+        if turn == len(made):
+            made.append([])
+        made[turn].append(number)
+    return made
+
+
+def holds_key(outcome: EffectOutcome, token: str | None) -> bool:
+    """Whether an outcome is about the reservation that has the key now. What is to be free and is gone, is free."""
+    return outcome.state is None if token is None else token == outcome.token

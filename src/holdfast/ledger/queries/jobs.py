@@ -1,0 +1,278 @@
+"""Questions of people and programs to the ledger: lists, one job's whole story, counts. Read-only by construction.
+
+One implementation in SQLAlchemy Core serves PostgreSQL, a SQLite ledger file, and the embedded engine's file. It is
+given an engine and opens a connection for each question; all methods raise `LedgerUnavailable` when the store does not
+answer. A list's page takes bounded time (see `ledger.listing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+import msgspec
+from sqlalchemy import ColumnElement, Select, Table, and_, func, select
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from holdfast import schema
+from holdfast.core.job import JobKey
+from holdfast.core.states import State
+from holdfast.core.text import clean
+from holdfast.errors import LedgerUnavailable, UnknownJob
+from holdfast.ledger.queries.job_list import (
+    JobCursor,
+    JobFilter,
+    JobSearch,
+    cursor_of,
+    from_cursor,
+    searches,
+    to_cursor,
+)
+from holdfast.ledger.queries.operators import OperatorQueries
+from holdfast.ledger.queries.paging import all_tenants, check_limit
+from holdfast.ledger.queries.prefixes import KINDS, Candidate, candidates, matching_ids
+from holdfast.ledger.queries.records import (
+    EffectRow,
+    EventRow,
+    JobDeadLetter,
+    JobDetail,
+    JobPage,
+    JobRow,
+    JsonText,
+    StateCounts,
+    StepRow,
+)
+from holdfast.schema.columns import tenants_of
+
+#: Up to here all counts are exact: counting so many takes a few milliseconds.
+COUNTED: Final = 100_000
+#: Rows fetched at a time by the walks over whole tables.
+CHUNK: Final = 5_000
+
+_JSON: Final = frozenset({"payload", "context", "result", "meta", "data", "history", "value"})
+
+_STATES: Final = frozenset({"state", "from_state", "to_state"})
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class Queries(OperatorQueries):
+    """Asks; never changes anything."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+
+    # Lists -----------------------------------------------------------------------------------------
+
+    async def jobs(self, wanted: JobFilter | None = None, limit: int = 50, cursor: str | None = None) -> JobPage:
+        """A page of jobs, newest first. Raises `UsageError` for a cursor that is none."""
+        check_limit(limit)
+        wanted = wanted or JobFilter()
+        after = from_cursor(cursor) if cursor else None
+        async with self._connection() as connection:
+            tenants = wanted.chosen_tenants()
+            if tenants is None:
+                tenants = await self._tenants(connection)
+            rows: list[Any] = []
+            #: How far every search got; the page ends where the first of them stopped.
+            horizon: JobCursor | None = None
+            for search in searches(wanted, tenants, after):
+                found, end = await self._search(connection, search, limit + 1)
+                rows += found
+                horizon = max((place for place in (horizon, end) if place is not None), default=None)
+        return _page(rows, horizon, limit)
+
+    async def latest(self, limit: int = 50, tenant_id: str | None = None) -> list[JobRow]:
+        """The newest jobs."""
+        return (await self.jobs(JobFilter(tenant_id=tenant_id), limit)).jobs
+
+    async def tenants(self) -> list[str]:
+        """All tenants that have a job."""
+        async with self._connection() as connection:
+            return await self._tenants(connection)
+
+    # One job ---------------------------------------------------------------------------------------
+
+    async def job(self, job_id: str, tenant_id: str | None = None, queue: str | None = None) -> JobDetail:
+        """The job of that id; the newest one if tenants or queues share the id. Raises `UnknownJob`."""
+        table, found = schema.jobs, []
+        async with self._connection() as connection:
+            tenants = [tenant_id] if tenant_id is not None else await self._tenants(connection)
+            for tenant in tenants:
+                where = and_(table.c.tenant_id == clean(tenant), table.c.job_id == clean(job_id))
+                if queue is not None:
+                    where = and_(where, table.c.queue == clean(queue))
+                found += (await connection.execute(_columns(JobDetail, table).where(where))).all()
+        if not found:
+            raise UnknownJob(job_id)
+        return _struct(JobDetail, max(found, key=cursor_of))
+
+    async def by_prefix(
+        self, noun: str, prefix: str, tenants: Sequence[str] | None, queue: str | None, limit: int
+    ) -> list[Candidate]:
+        """Ids that begin so, in order, at most `limit`; of an id that queues or tenants share, the newest row.
+
+        `tenants` None is all of them.
+        """
+        kind, found = KINDS[noun], list[Candidate]()
+        async with self._connection() as connection:
+            for tenant in await all_tenants(connection, kind.table) if tenants is None else tenants:
+                matching = matching_ids(kind, tenant, prefix, queue, self.engine.dialect).limit(limit)
+                ids = list((await connection.execute(matching)).scalars())
+                if ids:
+                    rows = await connection.execute(candidates(kind, tenant, ids, queue))
+                    found += [Candidate(*row) for row in rows]
+        newest = {one.id: one for one in sorted(found, key=lambda one: one.at)}
+        return [newest[name] for name in sorted(newest)][:limit]
+
+    async def events(self, key: JobKey) -> list[EventRow]:
+        """All its events, in order."""
+        return await self._of_job(EventRow, schema.job_events, key, schema.job_events.c.seq)
+
+    async def dead_letter_of(self, key: JobKey) -> JobDeadLetter | None:
+        """Its dead letter, if it has one."""
+        letters = await self._of_job(JobDeadLetter, schema.dlq_items, key, schema.dlq_items.c.failed_at)
+        return letters[-1] if letters else None
+
+    async def steps(self, key: JobKey) -> list[StepRow]:
+        """Its checkpoints, in order."""
+        return await self._of_job(StepRow, schema.job_steps, key, schema.job_steps.c.position)
+
+    async def effects(self, key: JobKey) -> list[EffectRow]:
+        """Effects whose key it holds or has recorded."""
+        table = schema.idempotency_keys
+        return await self._of_job(EffectRow, table, key, table.c.created_at)
+
+    # Counts ----------------------------------------------------------------------------------------
+
+    async def counts(
+        self, tenant_id: str | None = None, queue: str | None = None, *, exact: bool = False
+    ) -> StateCounts:
+        """Jobs by state.
+
+        Everything but `succeeded` is counted in a small index, and exact. On PostgreSQL successes are estimated from
+        its statistics once there are more than `COUNTED` of them; with `exact` they are counted, one by one.
+        """
+        conditions = [column == clean(value) for column, value in self._narrow(tenant_id, queue)]
+        async with self._connection() as connection:
+            guess = None if exact or self._is_sqlite else await self._estimate(connection, conditions)
+            if guess is None or guess <= COUNTED:
+                return StateCounts(await self._grouped(connection, conditions))
+            ordinary = schema.jobs.c.state != State.SUCCEEDED.value
+            states = await self._grouped(connection, [*conditions, ordinary])
+        return StateCounts({**states, State.SUCCEEDED: guess}, frozenset({State.SUCCEEDED}))
+
+    # Walks over everything, for those who check ---------------------------------------------------------
+
+    @asynccontextmanager
+    async def snapshot(self) -> AsyncIterator[Snapshot]:
+        """One moment of the whole ledger, to be read row by row in constant memory."""
+        async with self._connection() as connection:
+            begin = "BEGIN" if self._is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+            await connection.exec_driver_sql(begin)
+            yield Snapshot(connection)
+
+    # Inside ----------------------------------------------------------------------------------------
+
+    @property
+    def _is_sqlite(self) -> bool:
+        return self.engine.dialect.name == "sqlite"
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[AsyncConnection]:
+        try:
+            async with self.engine.connect() as connection:
+                yield connection
+        except (DBAPIError, PoolTimeout, OSError, TimeoutError) as exc:
+            said = getattr(exc, "orig", None) or exc
+            raise LedgerUnavailable(f"the ledger does not answer: {said}; check that it is up, then try again") from exc
+
+    async def _tenants(self, connection: AsyncConnection) -> list[str]:
+        return list((await connection.execute(tenants_of(schema.jobs))).scalars())
+
+    async def _search(
+        self, connection: AsyncConnection, search: JobSearch, limit: int
+    ) -> tuple[list[Any], JobCursor | None]:
+        dialect = self.engine.dialect
+        rows = list((await connection.execute(search.page(dialect, limit))).all())
+        if len(rows) == limit:
+            return rows, cursor_of(rows[-1])
+        statement = search.end(dialect)
+        last = None if statement is None else (await connection.execute(statement)).first()
+        return rows, None if last is None else cursor_of(last)
+
+    async def _of_job(self, kind: type[R], table: Table, key: JobKey, order: ColumnElement[Any]) -> list[R]:
+        statement = _columns(kind, table).where(
+            table.c.tenant_id == clean(key.tenant_id),
+            table.c.job_id == clean(key.job_id),
+            table.c.queue == clean(key.queue),
+        )
+        async with self._connection() as connection:
+            return [_struct(kind, row) for row in await connection.execute(statement.order_by(order))]
+
+    @staticmethod
+    def _narrow(tenant_id: str | None, queue: str | None) -> list[tuple[Any, str]]:
+        pairs = ((schema.jobs.c.tenant_id, tenant_id), (schema.jobs.c.queue, queue))
+        return [(column, value) for column, value in pairs if value is not None]
+
+    async def _grouped(self, connection: AsyncConnection, conditions: list[Any]) -> dict[State, int]:
+        state = schema.jobs.c.state
+        rows = await connection.execute(select(state, func.count()).where(*conditions).group_by(state))
+        counted = {State(name): count for name, count in rows}
+        return {state: counted.get(state, 0) for state in State}
+
+    async def _estimate(self, connection: AsyncConnection, conditions: list[Any]) -> int:
+        """How many successes the planner expects."""
+        counted = select(schema.jobs.c.state).where(*conditions, schema.jobs.c.state == State.SUCCEEDED.value)
+        sql = counted.compile(dialect=self.engine.dialect)
+        values = tuple(sql.params[name] for name in sql.positiontup or ())
+        plan = (await connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {sql}", values)).scalar_one()
+        document = msgspec.json.decode(plan) if isinstance(plan, str) else plan
+        return int(document[0]["Plan"]["Plan Rows"])
+
+
+class Snapshot:
+    """Whole tables at one moment, in the order of their keys, so that they can be read side by side."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+
+    async def rows(self, statement: Select[Any]) -> AsyncIterator[Any]:
+        """Rows of a statement, a chunk in memory at a time."""
+        result = await self._connection.stream(statement.execution_options(yield_per=CHUNK))
+        async for row in result:
+            yield row
+
+    async def scalar(self, statement: Select[Any]) -> Any:
+        """The only value of a statement."""
+        return (await self._connection.execute(statement)).scalar_one()
+
+
+def _page(rows: list[Any], horizon: JobCursor | None, limit: int) -> JobPage:
+    ordered = sorted(rows, key=cursor_of, reverse=True)
+    whole = [row for row in ordered if horizon is None or cursor_of(row) >= horizon]
+    shown = [_struct(JobRow, row) for row in whole[:limit]]
+    if len(whole) > limit:
+        return JobPage(shown, to_cursor(cursor_of(shown[-1])))
+    return JobPage(shown, None if horizon is None else to_cursor(horizon))
+
+
+def _columns(kind: type[msgspec.Struct], table: Table) -> Select[Any]:
+    return select(*(table.c[name] for name in kind.__struct_fields__))
+
+
+def _struct(kind: type[R], row: Any) -> R:
+    fields: Mapping[str, Any] = row._mapping
+    states = _STATES if kind is not EffectRow else frozenset()
+    return kind(**{name: _value(name, value, states) for name, value in fields.items()})
+
+
+def _value(name: str, value: Any, states: frozenset[str]) -> Any:
+    if value is None:
+        return None
+    if name in _JSON:
+        return JsonText(value)
+    return State(value) if name in states else value

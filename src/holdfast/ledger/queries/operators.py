@@ -1,0 +1,362 @@
+"""Read-only queries about what operators decide on, pending notifications, gauges and effect keys.
+
+- `OperatorQueries`, a part of `Queries`: approvals, dead letters, the audit log. `tenants` are those that the caller
+  may see, None for all; rows of other tenants are treated as absent.
+- `PendingNotifications`: what has to be sent to subscribers by webhook (requirement H7). A row is pending until it is
+  marked. Rows are marked after their deliveries were submitted under idempotency keys, so a crash between the two
+  steps, or a second process doing the same, does not send a notification twice.
+- `read_gauges`: the numbers for a metrics scrape, each from a small index.
+- `EffectQueries`: effect keys in doubt or reserved, and one key with everything known about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from sqlalchemy import ColumnElement, Select, Table, and_, func, or_, select, tuple_
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from holdfast import schema
+from holdfast.core.job import JobKey
+from holdfast.core.text import clean
+from holdfast.errors import LedgerUnavailable, NotFound
+from holdfast.ledger.fold_events import meta_of
+from holdfast.ledger.port.effects import EffectState
+from holdfast.ledger.port.operators import (
+    ALERT_PREFIX,
+    MAX_NOTIFICATION_AGE,
+    AlertNotification,
+    ApprovalNotification,
+    ApprovalRow,
+    ApprovalStatus,
+    FinishedJob,
+    NotificationMarks,
+    VoteRow,
+)
+from holdfast.ledger.queries import operator_filters
+from holdfast.ledger.queries.job_list import TEXT_COST
+from holdfast.ledger.queries.operator_filters import (
+    ApprovalFilter,
+    ApprovalPage,
+    AuditFilter,
+    AuditPage,
+    DeadLetterDetail,
+    DeadLetterFilter,
+    DeadLetterGroup,
+    DeadLetterPage,
+)
+from holdfast.ledger.queries.paging import all_tenants, read_page
+from holdfast.ledger.queries.records import EventRow
+from holdfast.ledger.transactions.approvals import to_approval, to_vote
+from holdfast.schema import approvals, jobs, operator_events
+from holdfast.schema import idempotency_keys as keys
+
+if TYPE_CHECKING:
+    from holdfast.ledger.queries.jobs import Queries
+
+
+#: The job that an approval is about.
+_OF_JOB: Final = and_(
+    jobs.c.tenant_id == approvals.c.tenant_id, jobs.c.job_id == approvals.c.job_id, jobs.c.queue == approvals.c.queue
+)
+
+
+class PendingNotifications:
+    """Reads what is untold, oldest first within a tenant. All raise `LedgerUnavailable`."""
+
+    def __init__(self, engine: AsyncEngine, mark: NotificationMarks) -> None:
+        self._engine = engine
+        self.mark = mark
+
+    async def finished_jobs(self, limit: int) -> list[FinishedJob]:
+        """Jobs that have ended and have somebody to tell."""
+        query = (
+            select(jobs)
+            .where(jobs.c.webhook.is_not(None), jobs.c.told_at.is_(None), jobs.c.finished_at.is_not(None))
+            .order_by(jobs.c.tenant_id, jobs.c.finished_at)
+            .limit(limit)
+        )
+        return [_ended(row) for row in await self._rows(query)]
+
+    async def approvals(self, limit: int) -> list[ApprovalNotification]:
+        """Approvals that were asked for or decided lately."""
+        since = datetime.now(UTC) - MAX_NOTIFICATION_AGE
+        query = (
+            select(approvals, jobs.c.trace_id, jobs.c.meta)
+            .outerjoin(jobs, _OF_JOB)
+            .where(
+                or_(approvals.c.told.is_(None), approvals.c.told != approvals.c.status),
+                or_(approvals.c.requested_at > since, approvals.c.decided_at > since),
+            )
+            .order_by(approvals.c.tenant_id, approvals.c.requested_at)
+            .limit(limit)
+        )
+        return [_approval(row) for row in await self._rows(query)]
+
+    async def alerts(self, limit: int) -> list[AlertNotification]:
+        """Alerts of late."""
+        query = (
+            select(operator_events)
+            .where(
+                operator_events.c.told_at.is_(None),
+                operator_events.c.type.like(f"{ALERT_PREFIX}%"),
+                operator_events.c.at > datetime.now(UTC) - MAX_NOTIFICATION_AGE,
+            )
+            .order_by(operator_events.c.tenant_id, operator_events.c.at)
+            .limit(limit)
+        )
+        return [msgspec.convert(row, AlertNotification) for row in await self._rows(query)]
+
+    async def _rows(self, query: Select[Any]) -> list[dict[str, Any]]:
+        try:
+            async with self._engine.connect() as connection:
+                found = (await connection.execute(query)).mappings()
+                # SQLAlchemy's names are a kind of text of their own, which msgspec does not take.
+                return [{str(name): value for name, value in row.items()} for row in found]
+        except (DBAPIError, PoolTimeout, OSError, TimeoutError) as exc:
+            raise LedgerUnavailable(f"the ledger does not answer: {type(exc).__name__}") from exc
+
+
+def _ended(row: dict[str, Any]) -> FinishedJob:
+    key = JobKey(row["tenant_id"], row["queue"], row["job_id"])
+    return msgspec.convert({**row, "key": key, "traceparent": _traceparent(row)}, FinishedJob)
+
+
+def _approval(row: dict[str, Any]) -> ApprovalNotification:
+    trace = {"trace_id": row["trace_id"] or "", "traceparent": _traceparent(row)}
+    return msgspec.convert(row | trace, ApprovalNotification)
+
+
+def _traceparent(row: dict[str, Any]) -> str:
+    meta: str = row["meta"] or ""
+    # Most have none, and need not be read.
+    if '"traceparent"' not in meta:
+        return ""
+    try:
+        return meta_of(meta).traceparent
+    except msgspec.MsgspecError:
+        return ""
+
+
+class OperatorQueries:
+    """Lists in keyset pages, newest first. Raises `UsageError` for a cursor that is none."""
+
+    def _connection(self) -> AbstractAsyncContextManager[AsyncConnection]:
+        raise NotImplementedError
+
+    async def events(self, key: JobKey) -> list[EventRow]:
+        raise NotImplementedError
+
+    # Approvals -------------------------------------------------------------------------------------
+
+    async def approvals(
+        self, wanted: ApprovalFilter | None = None, limit: int = 50, cursor: str | None = None
+    ) -> ApprovalPage:
+        """A page of approvals, with their votes."""
+        wanted = wanted or ApprovalFilter()
+        async with self._connection() as connection:
+            rows, further = await read_page(
+                connection,
+                operator_filters.APPROVALS,
+                list(schema.approvals.c),
+                wanted.tenants,
+                wanted.index_conditions(),
+                wanted.row_conditions,
+                limit,
+                cursor,
+            )
+            return ApprovalPage(await _with_votes(connection, rows), further)
+
+    async def approval(self, tenants: Sequence[str] | None, approval_id: str) -> ApprovalRow:
+        """One, with its votes. Raises `Unknown`."""
+        async with self._connection() as connection:
+            row = await _one(connection, schema.approvals, "approval_id", "approval", approval_id, tenants)
+            return (await _with_votes(connection, [row]))[0]
+
+    # Dead letters ----------------------------------------------------------------------------------
+
+    async def dead_letters(
+        self, wanted: DeadLetterFilter | None = None, limit: int = 50, cursor: str | None = None
+    ) -> DeadLetterPage:
+        """A page of dead letters."""
+        wanted = wanted or DeadLetterFilter()
+        async with self._connection() as connection:
+            rows, further = await read_page(
+                connection,
+                operator_filters.REGISTER,
+                operator_filters.COLUMNS,
+                wanted.tenants,
+                [wanted.driving()],
+                wanted.residual,
+                limit,
+                cursor,
+                cost=TEXT_COST if wanted.text else 1,
+            )
+        return DeadLetterPage([operator_filters.to_dead_letter(row) for row in rows], further)
+
+    async def dead_letter(self, tenants: Sequence[str] | None, dlq_id: str) -> DeadLetterDetail:
+        """One with all that is known of it, and its job's story. Raises `Unknown`."""
+        async with self._connection() as connection:
+            row = await _one(connection, schema.dlq_items, "dlq_id", "dead letter", dlq_id, tenants)
+        return operator_filters.to_detail(row, await self.events(JobKey(row.tenant_id, row.queue, row.job_id)))
+
+    async def dead_letter_groups(self, wanted: DeadLetterFilter | None = None) -> list[DeadLetterGroup]:
+        """Letters by the kind of error that they died of, the most frequent first; of each tenant's newest letters."""
+        wanted = wanted or DeadLetterFilter()
+        rows: list[Any] = []
+        async with self._connection() as connection:
+            for tenant in await _tenants(connection, schema.dlq_items, wanted.tenants):
+                rows += (await connection.execute(operator_filters.group_query(wanted, tenant))).all()
+        return operator_filters.merge_groups(rows)
+
+    async def dead_letter_count(self, wanted: DeadLetterFilter | None = None) -> int:
+        """How many letters there are; counted one by one."""
+        wanted, count = wanted or DeadLetterFilter(), 0
+        async with self._connection() as connection:
+            for tenant in await _tenants(connection, schema.dlq_items, wanted.tenants):
+                count += (await connection.execute(operator_filters.count_query(wanted, tenant))).scalar_one()
+        return count
+
+    # The operators' log ----------------------------------------------------------------------------
+
+    async def audit_log(
+        self, wanted: AuditFilter | None = None, limit: int = 50, cursor: str | None = None
+    ) -> AuditPage:
+        """A page of what people did, and of alerts."""
+        wanted = wanted or AuditFilter()
+        async with self._connection() as connection:
+            rows, further = await read_page(
+                connection,
+                operator_filters.LOG,
+                operator_filters.LOG_COLUMNS,
+                wanted.tenants,
+                [wanted.driving()],
+                wanted.residual,
+                limit,
+                cursor,
+            )
+        return AuditPage([operator_filters.to_audit_row(row) for row in rows], further)
+
+
+async def _tenants(connection: AsyncConnection, table: Table, tenants: Sequence[str] | None) -> Sequence[str]:
+    return await all_tenants(connection, table) if tenants is None else tenants
+
+
+async def _one(
+    connection: AsyncConnection, table: Table, column: str, what: str, name: str, tenants: Sequence[str] | None
+) -> Any:
+    for tenant in await _tenants(connection, table, tenants):
+        where = (table.c.tenant_id == clean(tenant), table.c[column] == clean(name))
+        columns = (
+            select(table)
+            if table is schema.approvals
+            else select(*operator_filters.COLUMNS, table.c.stack, table.c.history)
+        )
+        if (row := (await connection.execute(columns.where(*where))).first()) is not None:
+            return row
+    raise NotFound(what, name)
+
+
+async def _with_votes(connection: AsyncConnection, rows: Sequence[Any]) -> list[ApprovalRow]:
+    cast: dict[tuple[str, str], list[VoteRow]] = {}
+    votes = schema.approval_votes.c
+    if rows:
+        names = [(row.tenant_id, row.approval_id) for row in rows]
+        found = select(schema.approval_votes).where(tuple_(votes.tenant_id, votes.approval_id).in_(names))
+        for row in await connection.execute(found.order_by(votes.at, votes.person)):
+            cast.setdefault((row.tenant_id, row.approval_id), []).append(to_vote(dict(row._mapping)))
+    return [to_approval(dict(row._mapping), tuple(cast.get((row.tenant_id, row.approval_id), ()))) for row in rows]
+
+
+#: Tenants with the most are told; a metric must not have a line for each of a million.
+MAX_TENANTS: Final = 1_000
+
+
+class LedgerGauges(msgspec.Struct, frozen=True):
+    """Numbers by tenant, and the keys of the alerts that stand."""
+
+    #: Dead letters whose jobs still wait in `dlq_pending` for the engine to be told.
+    dlq_pending: dict[str, int]
+    approvals_waiting: dict[str, int]
+    alerts: list[str]
+
+
+async def read_gauges(queries: Queries) -> LedgerGauges:
+    """All of them, at about the same moment. Raises `LedgerUnavailable`."""
+    letters, approvals = schema.dlq_items, schema.approvals
+    try:
+        async with queries.engine.connect() as connection:
+
+            async def by_tenant(table: Table, condition: ColumnElement[bool]) -> dict[str, int]:
+                number = func.count()
+                grouped = select(table.c.tenant_id, number).where(condition).group_by(table.c.tenant_id)
+                rows: Any = await connection.execute(grouped.order_by(number.desc()).limit(MAX_TENANTS))
+                return dict(rows.all())
+
+            return LedgerGauges(
+                await by_tenant(letters, letters.c.acked_at.is_(None)),
+                await by_tenant(approvals, approvals.c.status == ApprovalStatus.REQUESTED.value),
+                list((await connection.execute(select(schema.alerts.c.key))).scalars()),
+            )
+    except (DBAPIError, PoolTimeout, OSError, TimeoutError) as exc:
+        said = getattr(exc, "orig", None) or exc
+        raise LedgerUnavailable(f"the ledger does not answer: {said}; check that it is up, then try again") from exc
+
+
+class EffectKeyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One key. `value` is JSON text."""
+
+    tenant_id: str
+    key: str
+    state: str
+    function: str
+    queue: str
+    job_id: str
+    attempt: int
+    worker: str
+    reason: str | None
+    value: str | None
+    token: str
+    created_at: datetime
+    updated_at: datetime
+    expires_at: datetime | None
+
+
+_COLUMNS = tuple(keys.c[name] for name in EffectKeyRow.__struct_fields__)
+
+
+class EffectQueries:
+    """Read-only; on PostgreSQL and SQLite alike."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def unresolved(
+        self, tenant_id: str | None = None, state: EffectState | None = None, limit: int = 100
+    ) -> list[EffectKeyRow]:
+        """Keys that are reserved or in doubt, the longest unchanged first. There are few: done ones are not read."""
+        wanted = select(*_COLUMNS).where(keys.c.state != EffectState.DONE.value)
+        if tenant_id is not None:
+            wanted = wanted.where(keys.c.tenant_id == tenant_id)
+        if state is not None:
+            wanted = wanted.where(keys.c.state == state.value)
+        return await self._rows(wanted.order_by(keys.c.updated_at).limit(limit))
+
+    async def find(self, tenant_id: str, key: str) -> EffectKeyRow | None:
+        """One key."""
+        rows = await self._rows(select(*_COLUMNS).where(keys.c.tenant_id == tenant_id, keys.c.key == key))
+        return rows[0] if rows else None
+
+    async def _rows(self, statement: Select[Any]) -> list[EffectKeyRow]:
+        try:
+            async with self._engine.connect() as connection:
+                found = (await connection.execute(statement)).mappings().all()
+        except DBAPIError as exc:
+            raise LedgerUnavailable(f"the ledger does not answer: {exc.orig}") from exc
+        return [EffectKeyRow(**row) for row in found]

@@ -1,0 +1,78 @@
+"""Whole ids from their beginnings: what a person typed or copied in part.
+
+A search by prefix is a range of the primary key's index, for each tenant that the asker may see; ids of other tenants
+neither match nor count. Ids are compared byte by byte, as everywhere: case matters, and no character is a wildcard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+from sqlalchemy import ColumnElement, Dialect, Select, Table, and_, func, literal_column, select
+
+from holdfast.core.text import clean
+from holdfast.schema import approvals, dlq_items, jobs
+
+#: Sorts after all characters that ids are made of.
+_LAST: Final = "\U0010ffff"
+#: Tells SQLite's planner that the range is narrow; without it the embedded file is searched by tenant.
+_FEW: Final[ColumnElement[float]] = literal_column("0.000001")
+
+
+class Identified(msgspec.Struct, frozen=True, kw_only=True):
+    """A table whose rows have ids that can be abbreviated."""
+
+    table: Any
+    id: str
+    task: str = "job_type"
+    state: str
+    at: str
+
+
+#: What a row is → its table.
+KINDS: Final = {
+    "job": Identified(table=jobs, id="job_id", state="state", at="created_at"),
+    "approval": Identified(table=approvals, id="approval_id", state="status", at="requested_at"),
+    "dead letter": Identified(table=dlq_items, id="dlq_id", state="status", at="failed_at"),
+}
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One of several ids that begin alike."""
+
+    id: str
+    task: str
+    state: str
+    at: datetime
+
+
+def matching_ids(kind: Identified, tenant: str, prefix: str, queue: str | None, dialect: Dialect) -> Select[Any]:
+    """The ids of a tenant that begin so, in order; the caller limits them."""
+    column = _columns(kind)[kind.id]
+    start = clean(prefix)
+    bounds = [column >= start, column < start + _LAST]
+    if dialect.name == "sqlite":
+        bounds = [func.likelihood(bound, _FEW) for bound in bounds]
+    where = and_(_of(kind, tenant, queue), *bounds)
+    return select(column).distinct().where(where).order_by(column)
+
+
+def candidates(kind: Identified, tenant: str, ids: Sequence[str], queue: str | None) -> Select[Any]:
+    """What tells these ids of a tenant apart."""
+    columns = _columns(kind)
+    shown = (columns[name] for name in (kind.id, kind.task, kind.state, kind.at))
+    return select(*shown).where(_of(kind, tenant, queue), columns[kind.id].in_(list(ids)))
+
+
+def _of(kind: Identified, tenant: str, queue: str | None) -> ColumnElement[bool]:
+    columns = _columns(kind)
+    of_tenant = columns.tenant_id == clean(tenant)
+    return of_tenant if queue is None else and_(of_tenant, columns.queue == clean(queue))
+
+
+def _columns(kind: Identified) -> Any:
+    table: Table = kind.table
+    return table.c

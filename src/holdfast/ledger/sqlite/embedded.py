@@ -1,0 +1,111 @@
+"""The ledger in the engine's file: its roles, loaded on first use, so that workers do without SQLAlchemy."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from holdfast.clock import Clock
+from holdfast.engine.port.reads import Finding
+from holdfast.errors import InvalidOption, LedgerUnavailable, SchemaMismatch
+from holdfast.sqlite.connection import DatabaseFile
+
+if TYPE_CHECKING:
+    from holdfast.ledger.port.effects import EffectStore
+    from holdfast.ledger.port.ledger import Projection, PruneCursors, Recovery
+    from holdfast.ledger.port.messages import OutboxStore, TriggerStore
+    from holdfast.ledger.port.operators import OperatorStore
+    from holdfast.ledger.queries.jobs import Queries
+    from holdfast.ledger.queries.operators import PendingNotifications
+    from holdfast.ledger.sqlite.store import SqliteLedgerStore
+
+
+class EmbeddedLedger:
+    """On the file of an engine, which makes and keeps its tables."""
+
+    #: Nothing to project: engine and ledger are one file, one transaction.
+    projection: Projection | None = None
+
+    def __init__(self, place: DatabaseFile, clock: Clock) -> None:
+        self._place = place
+        self._clock = clock
+
+    @cached_property
+    def store(self) -> SqliteLedgerStore:
+        from holdfast.engine.sqlite.schema import prepare_schema
+        from holdfast.ledger.sqlite.store import SqliteLedgerStore
+
+        return SqliteLedgerStore(self._place, prepare_schema)
+
+    @cached_property
+    def effects(self) -> EffectStore:
+        from holdfast.ledger.sqlite.effects import SqliteEffectStore
+
+        return SqliteEffectStore(self.store, self._clock)
+
+    @cached_property
+    def operators(self) -> OperatorStore:
+        from holdfast.ledger.sqlite.transactions import SqliteOperatorStore
+
+        return SqliteOperatorStore(self.store, self._clock)
+
+    @cached_property
+    def recovery(self) -> Recovery:
+        from holdfast.ledger.recovery import SqlRecovery
+
+        return SqlRecovery(self.store.read_engine)
+
+    @cached_property
+    def queries(self) -> Queries:
+        from holdfast.ledger.queries.jobs import Queries
+
+        return Queries(self.store.read_engine)
+
+    @cached_property
+    def notifications(self) -> PendingNotifications:
+        from holdfast.ledger.queries.operators import PendingNotifications
+        from holdfast.ledger.sqlite.transactions import SqliteNotificationMarks
+
+        return PendingNotifications(self.store.read_engine, SqliteNotificationMarks(self.store, self._clock))
+
+    @cached_property
+    def triggers(self) -> TriggerStore:
+        from holdfast.ledger.sqlite.transactions import SqliteTriggerStore
+
+        return SqliteTriggerStore(self.store, self._clock)
+
+    @cached_property
+    def outbox(self) -> OutboxStore:
+        from holdfast.ledger.sqlite.outbox import SqliteOutboxStore
+
+        return SqliteOutboxStore(self.store, self._clock)
+
+    async def open(self) -> None:
+        """The engine has opened the file, or the first write here does."""
+
+    async def close(self) -> None:
+        """Give connections back. Safe to call twice."""
+        if "outbox" in self.__dict__:
+            await self.outbox.close()
+        if "store" in self.__dict__:
+            await self.store.close()
+
+    def clone(self) -> EmbeddedLedger:
+        """For another event loop."""
+        return EmbeddedLedger(self._place, self._clock)
+
+    async def prune(self, keep_ms: int, limit: int, marks: PruneCursors | None = None) -> int:
+        """Nothing: the engine prunes its file, by the same setting."""
+        return 0
+
+    async def diagnose(self) -> list[Finding]:
+        """What is wrong with the file the engine says."""
+        from holdfast.ledger.checks import outbox_findings
+
+        fine = Finding("ledger", True, f"embedded in {self._place.path}: every move is in the engine's own commit")
+        try:
+            backlog, now_ms = await self.outbox.backlog(), await self.outbox.now_ms()
+        except (LedgerUnavailable, SchemaMismatch, InvalidOption) as exc:
+            said, _, advice = str(exc).rpartition("; ")
+            return [Finding("ledger", False, said or str(exc), advice)]
+        return [fine, *outbox_findings(backlog, now_ms)]

@@ -1,0 +1,163 @@
+"""`/metrics`: looks at the stores, and writes all metrics down in Prometheus' text format.
+
+A store that does not answer costs its gauges and a few seconds, never the scrape: what this process has counted is
+always told, and `…_engine_up`, `…_ledger_up` say which it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from holdfast.core.states import State
+from holdfast.core.text import queue_prefix
+from holdfast.engine.port import Engine
+from holdfast.engine.port.reads import QueueStats
+from holdfast.errors import EngineUnavailable, LedgerUnavailable, SchemaMismatch
+from holdfast.ledger.port.ledger import Ledger
+from holdfast.ledger.port.messages import OutboxOpener
+from holdfast.observe.prometheus import MetricsCollector, QueueGauges, StoreGauges
+from holdfast.settings import Settings
+
+if TYPE_CHECKING:
+    from holdfast.ledger.queries.operators import LedgerGauges
+
+
+_log: Final = logging.getLogger("holdfast.metrics")
+
+#: A store that has not answered by then is told as down.
+_PATIENCE_S: Final = 5.0
+#: Unread feed entries are counted one by one up to here; beyond it is the feed's length that tells.
+_COUNTED: Final = 50
+_WORK: Final = (State.QUEUED, State.RUNNING, State.RETRYING)
+
+
+class MetricsApp(Protocol):
+    """What is needed of the app."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def ledger_backend(self) -> Ledger | None: ...
+    @property
+    def outbox_backend(self) -> OutboxOpener | None: ...
+
+
+async def render_metrics(app: MetricsApp) -> tuple[bytes, str]:
+    """All metrics, and their content type."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector(app.settings.metrics_prefix, app.engine.counts, await collect_gauges(app)))
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+async def collect_gauges(app: MetricsApp) -> StoreGauges:
+    """What the stores say now."""
+    gauges = await _look_at_ledger(app.ledger_backend)
+    queues = await _look_at_engine(app)
+    return StoreGauges(
+        engine_up=queues is not None,
+        queues=queues or [],
+        ledger_up=None if app.ledger_backend is None else gauges is not None,
+        dlq_pending={} if gauges is None else gauges.dlq_pending,
+        approvals_waiting={} if gauges is None else gauges.approvals_waiting,
+        alerts=app.engine.counts.alerts if gauges is None else gauges.alerts,
+        outbox_backlog=await _look_at_outbox(app.outbox_backend),
+    )
+
+
+async def _look_at_ledger(ledger: Ledger | None) -> LedgerGauges | None:
+    if ledger is None:
+        return None
+    from holdfast.ledger.queries.operators import read_gauges
+
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await read_gauges(ledger.queries)
+    except (LedgerUnavailable, TimeoutError) as exc:
+        _log.info("the ledger does not answer a scrape: %s", exc)
+        return None
+
+
+async def _look_at_outbox(outbox: OutboxOpener | None) -> int | None:
+    if outbox is None:
+        return None
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return (await (await outbox.open()).backlog()).waiting
+    except (LedgerUnavailable, SchemaMismatch, TimeoutError) as exc:
+        _log.info("the outbox does not answer a scrape: %s", exc)
+        return None
+
+
+async def _look_at_engine(app: MetricsApp) -> list[QueueGauges] | None:
+    engine, ledger = app.engine, app.ledger_backend
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            queues = await engine.queues()
+            seen, away = await engine.for_each_queue(queues, engine.stats)
+    except (EngineUnavailable, TimeoutError) as exc:
+        _log.info("the engine does not answer a scrape: %s", exc)
+        return None
+    if away:
+        _log.info("the engine does not answer a scrape for %s", ", ".join(sorted(away)))
+    return [await _queue_sight(app.settings, engine, ledger, stats) for stats in seen.values()]
+
+
+async def _queue_sight(settings: Settings, engine: Engine, ledger: Ledger | None, stats: QueueStats) -> QueueGauges:
+    prefix = queue_prefix(settings.namespace, stats.queue, tagged=settings.on_cluster)
+    running = stats.states.get(State.RUNNING, 0)
+    waiting = max(0, stats.backlog - running)
+    task_stream = f"{prefix}{settings.stream_task}"
+    streams = {task_stream: waiting + stats.pending, f"{prefix}stream:feed": stats.feed_entries}
+    if settings.stream_dlq:
+        streams[f"{prefix}{settings.stream_dlq}"] = stats.dead_letters
+    work = sum(stats.states.get(state, 0) for state in _WORK)
+    alert = stats.control.backlog_alert
+    lag = await _feed_lag(engine, ledger, stats)
+    return QueueGauges(
+        queue=stats.queue,
+        streams=streams,
+        task_stream=task_stream,
+        group=settings.group,
+        pending=stats.pending,
+        waiting=waiting,
+        backlog=stats.backlog,
+        backlog_alert=settings.backlog_alert if alert is None else alert,
+        states={state.value: number for state, number in stats.states.items()},
+        workers=stats.workers,
+        dead_letters=stats.dead_letters,
+        retrying_ratio=stats.states.get(State.RETRYING, 0) / work if work else 0.0,
+        feed_lag_entries=None if lag is None else lag[0],
+        feed_lag_s=None if lag is None else lag[1],
+    )
+
+
+async def _feed_lag(engine: Engine, ledger: Ledger | None, stats: QueueStats) -> tuple[int, float] | None:
+    """Feed entries that the ledger does not have, and the age of the oldest in seconds."""
+    if ledger is None:
+        return None
+    if ledger.projection is None:
+        # Engine and ledger are one transaction.
+        return 0, 0.0
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            at = await ledger.projection.position(stats.queue)
+            entries = await engine.read_feed(stats.queue, at.position, _COUNTED + 1)
+            if entries and (entries[0].position, entries[0].nonce) == (at.position, at.nonce):
+                entries = entries[1:]
+            behind = len(entries)
+            if behind >= _COUNTED:
+                behind = max(behind, stats.feed_entries - engine.options.feed_tail - 1)
+            oldest_ms = next((entry.events[0].at_ms for entry in entries if entry.events), None)
+            if oldest_ms is None:
+                return behind, 0.0
+            return behind, max(0, await engine.now_ms() - oldest_ms) / 1000
+    except (EngineUnavailable, LedgerUnavailable, TimeoutError) as exc:
+        _log.info("how far the ledger is behind queue %s is not known: %s", stats.queue, exc)
+        return None

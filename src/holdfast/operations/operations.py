@@ -1,0 +1,105 @@
+"""All that people do with an app's jobs, in one place: built here and nowhere else, for HTTP and command line alike.
+
+Each office checks what a `Person` may, shows nothing of other tenants, and leaves a line in the operators' log. What is
+kept in the ledger raises `NoLedger` in a deployment without one; everything else works on the engine alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from holdfast.clock import Clock, SystemClock
+from holdfast.engine.port import Engine
+from holdfast.errors import NoLedger
+from holdfast.operations.jobs import JobOperations
+
+if TYPE_CHECKING:
+    from holdfast.app import Holdfast
+    from holdfast.guard.decisions import PayloadDecoder
+    from holdfast.ledger.port.ledger import Ledger
+    from holdfast.operations.access import TokenOperations
+    from holdfast.operations.approvals import ApprovalOperations
+    from holdfast.operations.dead_letters import DeadLetterOperations, JobSubmitter
+    from holdfast.operations.messages import TriggerOperations
+    from holdfast.operations.suspended import SuspendedOperations
+
+
+class Operations:
+    """An app's offices, for one event loop. Engine and ledger are the caller's, and open."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ledger: Ledger | None,
+        desk: JobSubmitter,
+        plans: Mapping[str, PayloadDecoder] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`plans` are the app's tasks, as far as it is known: edited payloads are checked against them."""
+        self.engine = engine
+        self.ledger = ledger
+        self._desk = desk
+        self._plans = plans or {}
+        self._clock = clock or SystemClock()
+
+    @classmethod
+    def for_app(cls, app: Holdfast) -> Operations:
+        """Those of an app, on the running event loop; its desk is opened when it is first used."""
+        return cls(app.engine, app.ledger_backend, _AppSubmitter(app), app.specs)
+
+    @cached_property
+    def operating(self) -> JobOperations:
+        """Jobs and queues; works without a ledger."""
+        return JobOperations(self.engine, self.ledger)
+
+    @cached_property
+    def suspended(self) -> SuspendedOperations:
+        """Suspended jobs, one or many; works without a ledger."""
+        from holdfast.operations.suspended import SuspendedOperations
+
+        return SuspendedOperations(self.engine, self.ledger)
+
+    @cached_property
+    def tokens(self) -> TokenOperations:
+        """Who may come in."""
+        from holdfast.operations.access import TokenOperations
+
+        return TokenOperations(self._remembers("a token"), self._clock)
+
+    @cached_property
+    def dead_letters(self) -> DeadLetterOperations:
+        """Dead letters."""
+        from holdfast.operations.dead_letters import DeadLetterOperations
+
+        return DeadLetterOperations(self.engine, self._remembers("the list of dead letters"), self._desk, self._plans)
+
+    @cached_property
+    def approvals(self) -> ApprovalOperations:
+        """Questions to people."""
+        from holdfast.operations.approvals import ApprovalOperations
+
+        return ApprovalOperations(self.engine, self._remembers("an approval"))
+
+    @cached_property
+    def triggers(self) -> TriggerOperations:
+        """Triggers: who is there, what became of messages, pauses."""
+        from holdfast.operations.messages import TriggerOperations
+
+        return TriggerOperations(self._remembers("the list of triggers"), self._clock)
+
+    def _remembers(self, what: str) -> Ledger:
+        if self.ledger is None:
+            raise NoLedger(what)
+        return self.ledger
+
+
+class _AppSubmitter:
+    """The app's own way in, with its guards."""
+
+    def __init__(self, app: Holdfast) -> None:
+        self._app = app
+
+    async def submit(self, envelope: Any) -> Any:
+        return await (await self._app.submitter()).submit(envelope)

@@ -1,0 +1,110 @@
+"""Whether a process can do its work, for orchestrators: the HTTP service's `/readyz`, and that of workers and upkeep.
+
+A ledger that is down is a warning, not a reason: jobs are accepted and run without it (requirement L3). Answers name no
+address and no error text, which might hold a secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from holdfast.engine.port import Engine
+from holdfast.errors import HoldfastError
+
+if TYPE_CHECKING:
+    from holdfast.ledger.port.ledger import Ledger
+
+
+OK: Final = "ok"
+DOWN: Final = "down"
+NONE: Final = "none"
+STARTING: Final = "starting"
+DRAINING: Final = "draining"
+
+#: A store that takes longer is down for a probe.
+_ANSWER_S: Final = 2.0
+
+
+class ProcessReadiness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a worker or upkeep can do its work: `ok`, `down`, `starting`, `draining` or `none`."""
+
+    ready: bool
+    engine: str
+    ledger: str
+    worker: str
+    upkeep: str
+    #: Why it is not ready.
+    reasons: list[str]
+    #: What is wrong besides, and does not keep it from working.
+    warnings: list[str]
+
+
+class ReadinessApp(Protocol):
+    """What is asked."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def ledger_backend(self) -> Ledger | None: ...
+
+
+class ProcessPart(Protocol):
+    """A worker, or upkeep."""
+
+    @property
+    def status(self) -> str:
+        """`starting`, `ok`, `down` or `draining`."""
+        ...
+
+
+async def worker_readiness(app: ReadinessApp, worker: ProcessPart, *, upkeep: bool = True) -> ProcessReadiness:
+    """Of a process with a worker, which does its own upkeep or does not."""
+    return await _readiness(app, worker.status, worker.status if upkeep else NONE)
+
+
+async def upkeep_readiness(app: ReadinessApp, upkeep: ProcessPart) -> ProcessReadiness:
+    """Of a process that does upkeep only."""
+    return await _readiness(app, NONE, upkeep.status)
+
+
+async def _readiness(app: ReadinessApp, worker: str, upkeep: str) -> ProcessReadiness:
+    engine, ledger = await asyncio.gather(engine_status(app.engine), ledger_status(app.ledger_backend))
+    reasons = [] if engine == OK else ["engine unreachable"]
+    # A worker that is down because the engine is needs no second reason.
+    states = {worker, upkeep} - {OK, NONE, *([DOWN] if reasons else [])}
+    reasons += ["not claiming" if state == DOWN else state for state in sorted(states)]
+    return ProcessReadiness(
+        ready=not reasons,
+        engine=engine,
+        ledger=ledger,
+        worker=worker,
+        upkeep=upkeep,
+        reasons=reasons,
+        warnings=["ledger unreachable"] if ledger == DOWN else [],
+    )
+
+
+async def engine_status(engine: Engine) -> str:
+    """`ok` or `down`."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            await engine.now_ms()
+            await engine.queues()
+    except (HoldfastError, TimeoutError):
+        return DOWN
+    return OK
+
+
+async def ledger_status(ledger: Ledger | None) -> str:
+    """`ok`, `down` or `none`."""
+    if ledger is None:
+        return NONE
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            await ledger.queries.tenants()
+    except (HoldfastError, TimeoutError):
+        return DOWN
+    return OK

@@ -1,1 +1,0 @@
-"""Who is who: people, their roles, tokens, and what they did."""

@@ -1,0 +1,217 @@
+"""Connections to one SQLite file, its reader thread, the lock between writing processes, and error translation.
+
+No `sqlite3` error leaves this package: `translate` turns each into an `EngineUnavailable` (a `LedgerUnavailable` for a
+ledger's file) that says what to do (the file is locked, full, read-only, damaged, gone). A file that is not
+holdfast's raises `InvalidOption`. `ReaderThread` has a read-only connection, so reads neither block the event loop nor
+wait for a writer.
+
+`WriteLock` queues the writers of several processes. SQLite's busy handler sleeps and retries, so one busy process can
+starve the others for seconds. Here two file locks form a turnstile: only the holder of the first may wait for the
+second, and it releases the first once it has the second. A process that writes again at once has to queue behind the
+next one. The kernel keeps the queue and frees both locks when a process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import sqlite3
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from holdfast.errors import EngineUnavailable, InvalidOption, Unavailable
+from holdfast.sqlite.transaction import Value, read_rows
+
+#: "hold" in ASCII: tells our files from other programs'.
+APPLICATION_ID: Final = 0x686F6C64
+
+#: How long SQLite itself waits for a program that does not queue up at the turnstile (a shell, a backup).
+BUSY_TIMEOUT_MS: Final = 5_000
+_CACHE_KIB: Final = 64 * 1024
+#: In pages of 4 KiB. Each checkpoint costs two more syncs, so it should not come with every batch.
+_CHECKPOINT_PAGES: Final = 4_000
+_WAL_LIMIT_BYTES: Final = 64 * 1024 * 1024
+
+_ADVICE: Final = {
+    "SQLITE_BUSY": "another program holds it locked; end that program's transaction, then try again",
+    "SQLITE_LOCKED": "another program holds it locked; end that program's transaction, then try again",
+    "SQLITE_FULL": "the disk is full; make room, then try again (what was accepted before is safe)",
+    "SQLITE_READONLY": "it is read-only; give this user write access to the file and its directory",
+    "SQLITE_PERM": "it may not be opened; give this user access to the file and its directory",
+    "SQLITE_AUTH": "it may not be opened; give this user access to the file and its directory",
+    "SQLITE_CANTOPEN": "it cannot be opened; the directory must exist and be writable",
+    "SQLITE_CORRUPT": "it is damaged; stop all workers, keep a copy, and recover it with `sqlite3 FILE .recover`",
+    "SQLITE_NOTADB": "it is not a SQLite database; give another path",
+    "SQLITE_IOERR": "the disk reports an error; check it, and the system log",
+    "SQLITE_CONSTRAINT": "it refused a write that would break an invariant; nothing was changed; please report this",
+}
+
+
+#: Makes the schema in an empty file, and looks at the one that is there. Runs under the turnstile.
+Prepare = Callable[[sqlite3.Connection, Path], None]
+
+
+def open_writer(path: Path, prepare: Prepare, *, durable: bool = True) -> sqlite3.Connection:
+    """The one connection of this process that writes, to a file with its schema in place."""
+    connection = connect(path)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+        connection.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
+        connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        connection.execute("PRAGMA temp_store = MEMORY")
+        prepare(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write."""
+    connection = connect(path)
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def translate(
+    error: sqlite3.Error | OSError, path: Path, unavailable: type[Unavailable] = EngineUnavailable
+) -> Unavailable:
+    """The error that a caller gets instead."""
+    if isinstance(error, OSError):
+        return unavailable(f"the database {path}: {error}; check the file and its directory")
+    name = getattr(error, "sqlite_errorname", None) or ""
+    for code, advice in _ADVICE.items():
+        if name.startswith(code):
+            return unavailable(f"the database {path}: {error}; {advice}")
+    return unavailable(f"the database {path} does not answer: {error}; `holdfast doctor` may tell why")
+
+
+def is_lost(error: sqlite3.Error) -> bool:
+    """Whether a connection is of no more use after this error."""
+    name = getattr(error, "sqlite_errorname", None) or ""
+    return name.startswith(("SQLITE_IOERR", "SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN"))
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection without a transaction of its own making."""
+    return sqlite3.connect(
+        path,
+        timeout=BUSY_TIMEOUT_MS / 1000,
+        isolation_level=None,
+        # Opened by one thread, then used by another one only.
+        check_same_thread=False,
+        cached_statements=512,
+    )
+
+
+T = TypeVar("T")
+
+
+class ReaderThread:
+    """One per engine; the thread starts with the first question."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"holdfast-reader-{path.name}")
+
+    async def rows(self, name: str, decoder: msgspec.json.Decoder[T], **values: Value) -> T:
+        """What a statement says about the last commit."""
+        return await self.run(lambda connection: read_rows(connection, name, decoder, **values))
+
+    async def run(self, question: Callable[[sqlite3.Connection], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, question)
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
+        self._thread.shutdown(wait=False)
+
+    def _answer(self, question: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            if self._connection is None:
+                self._connection = open_reader(self._path)
+            return question(self._connection)
+        except sqlite3.Error as exc:
+            if is_lost(exc):
+                self._disconnect()
+            raise translate(exc, self._path) from exc
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class WriteLock:
+    """Not for several threads at once: one writer per process goes through it."""
+
+    def __init__(self, database: Path) -> None:
+        self._waiting = os.open(f"{database}-queue", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self._writing = os.open(f"{database}-lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            os.close(self._waiting)
+            raise
+
+    def acquire(self) -> None:
+        """Wait for our turn."""
+        fcntl.flock(self._waiting, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._writing, fcntl.LOCK_EX)
+        finally:
+            fcntl.flock(self._waiting, fcntl.LOCK_UN)
+
+    def release(self) -> None:
+        """Let the next one in."""
+        fcntl.flock(self._writing, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self._waiting)
+        os.close(self._writing)
+
+
+@contextmanager
+def exclusive_lock(database: Path) -> Iterator[None]:
+    """Nobody else writes meanwhile: for a migration. Blocks. Not for a process that has a writer on this file."""
+    turnstile = WriteLock(database)
+    try:
+        turnstile.acquire()
+        yield
+    finally:
+        # Closing gives the locks back, too.
+        turnstile.close()
+
+
+_PAIRS: Final = msgspec.json.Decoder(list[tuple[str, str]])
+
+
+class DatabaseFile:
+    """Where a database is; a temporary one goes when nobody refers to it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.temporary = path in ("", ":memory:")
+        if self.temporary:
+            directory = tempfile.mkdtemp(prefix="holdfast-")
+            self.path = Path(directory) / "temporary.db"
+            weakref.finalize(self, _remove, directory, os.getpid())
+        elif "\0" in path:
+            raise InvalidOption(f"{path!r} is no path")
+        else:
+            self.path = Path(path).resolve()
+
+
+def _remove(directory: str, owner: int) -> None:
+    # A forked child that ends must not take its parent's database with it.
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)

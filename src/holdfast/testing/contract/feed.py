@@ -1,0 +1,309 @@
+"""What a ledger is told: whose job it is, and all that is needed to write it down and to restore it (L1, L2, S4)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.core.job import Event, Failure, Meta, Priority
+from holdfast.core.retry import Retry
+from holdfast.core.states import HEARTBEAT_EVENT, State
+from holdfast.core.verdict import POISON_PILL, DeadLetter, Hold, Release, RetryLater, Succeed, Suspend
+from holdfast.errors import FeedDetached, TransitionInvalid
+from holdfast.testing.contract.harness import (
+    FAILURE,
+    LONG_WAIT_MS,
+    OTHER_QUEUE,
+    Contract,
+    EngineHarness,
+    Rig,
+    both_modes,
+    soon,
+)
+
+
+def data_of(event: Event) -> dict[str, Any]:
+    assert event.data is not None, f"{event.type} has no data"
+    return event.data
+
+
+def failure_in(event: Event) -> Failure:
+    """The failure among an event's data."""
+    said = data_of(event)
+    return Failure(said["code"], said["message"], said.get("type", ""), said.get("stack", ""))
+
+
+class FeedEventContract(Contract):
+    """What the feed promises beyond the order of moves."""
+
+    # Whose job it is -------------------------------------------------------------------------------
+
+    @both_modes
+    @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
+    async def test_every_event_names_its_tenant(self, rig: Rig, ledger: bool) -> None:
+        rig = await Rig.on(rig.harness, retry_via=rig.engine.options.retry_via, ledger=ledger)
+        tenants: dict[str, str] = {}
+        verdicts = (
+            Succeed(b"1"),
+            RetryLater(1_000, FAILURE),
+            DeadLetter(FAILURE),
+            Suspend(FAILURE),
+            Hold("?"),
+            Release("bye"),
+        )
+        for tenant in ("default", "acme", "a b\u00fc"):
+            for verdict in verdicts:
+                first = await rig.start_one("w1", tenant_id=tenant)
+                await rig.lose_leases()
+                claim = await rig.reclaim_one("w2")
+                assert claim.job_id == first.job_id
+                await rig.engine.renew([claim.lease], [claim.lease])
+                await rig.settle(claim, verdict)
+                tenants[claim.job_id] = tenant
+                if isinstance(verdict, Suspend):
+                    await rig.move(claim.job_id, State.CANCELLED)
+                elif isinstance(verdict, Hold):
+                    await rig.move(claim.job_id, State.QUEUED)
+                await rig.harness.advance(1_001)
+                for again in await rig.claim_due("w3"):
+                    await rig.settle(again, DeadLetter(FAILURE))
+            held = await rig.submit_one(tenant_id=tenant, hold=True, idempotency_key="k")
+            given_up = await rig.submit_one(tenant_id=tenant, delay_ms=60_000, trace_id="t")
+            await rig.move(held, State.CANCELLED)
+            await rig.move(given_up, State.DLQ_PENDING)
+            tenants |= {held: tenant, given_up: tenant}
+        events = await rig.events()
+        assert {event.type for event in events} >= {"task.created", "task.claimed", "task.reclaimed", HEARTBEAT_EVENT}
+        assert [(event.type, event.tenant_id) for event in events] == [
+            (event.type, tenants[event.job_id]) for event in events
+        ]
+
+    # What is needed to write a job down, and to restore it -------------------------------------------
+
+    async def test_a_creation_tells_the_whole_envelope(self, rig: Rig) -> None:
+        meta = Meta(priority=Priority.HIGH, retry=Retry(7, base=2), max_retries=4, context={"user": "u1"})
+        before = await rig.engine.now_ms()
+        fields: dict[str, Any] = {"tenant_id": "acme", "idempotency_key": "k", "trace_id": "t", "meta": meta}
+        job_id = await rig.submit_one(**fields, payload=b'{"n": 1.50}', delay_ms=60_000)
+        (event,) = await rig.events(job_id)
+        data = dict(data_of(event))
+        assert msgspec.json.decode(data.pop("meta"), type=Meta) == meta
+        assert before + 60_000 <= data.pop("run_at_ms") <= await rig.engine.now_ms() + 60_000
+        assert data == {
+            "task": "print",
+            "payload": '{"n": 1.50}',
+            "tenant_id": "acme",
+            "idempotency_key": "k",
+            "trace_id": "t",
+            "priority": 0,
+            "context": {"user": "u1"},
+        }
+
+    async def test_a_plain_creation_is_whole_too(self, rig: Rig) -> None:
+        job_id = await rig.submit_one()
+        (event,) = await rig.events(job_id)
+        assert data_of(event) == {
+            "task": "print",
+            "payload": '{"n":1}',
+            "tenant_id": "default",
+            "idempotency_key": job_id,
+            "trace_id": "",
+            "priority": 1,
+            "context": None,
+            "run_at_ms": 0,
+        }
+
+    @pytest.mark.parametrize("counts", [True, False])
+    async def test_a_retry_tells_why_when_and_whether_it_counts(self, rig: Rig, counts: bool) -> None:
+        claim = await rig.start_one()
+        await rig.settle(claim, RetryLater(60_000, FAILURE, counts))
+        event = (await rig.events(claim.job_id))[-1]
+        assert failure_in(event) == FAILURE
+        assert data_of(event)["counted"] is counts
+        assert data_of(event)["next_attempt_at_ms"] == event.at_ms + 60_000
+        assert event.retry_count == int(counts)
+
+    @pytest.mark.parametrize("started", [True, False])
+    @pytest.mark.parametrize("delay_ms", [0, 60_000])
+    async def test_a_release_tells_whether_its_attempt_is_used_up(self, rig: Rig, delay_ms: int, started: bool) -> None:
+        claim = await rig.start_one()
+        await rig.settle(claim, Release("later", delay_ms, started))
+        event = (await rig.events(claim.job_id))[-1]
+        assert (event.attempt, event.message) == (1, "later")
+        assert data_of(event)["started"] is started
+        assert data_of(event).get("next_attempt_at_ms") == (event.at_ms + delay_ms if delay_ms else None)
+
+    @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
+    async def test_a_dead_letter_tells_all_of_itself(self, harness: EngineHarness, ledger: bool) -> None:
+        rig = await Rig.on(harness, ledger=ledger)
+        claim = await rig.start_one("w1")
+        await rig.settle(claim, RetryLater(0, FAILURE))
+        await harness.advance(1)
+        (claim,) = await rig.claim_due("w2")
+        await rig.settle(claim, DeadLetter(FAILURE))
+        await self._check_letter(rig, claim.job_id, FAILURE, ["retrying", "dlq_pending"], ledger)
+        event = next(event for event in await rig.events(claim.job_id) if event.to_state is State.DLQ_PENDING)
+        assert (event.attempt, event.retry_count, event.worker) == (2, 1, "w2")
+
+    @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
+    async def test_a_poison_pill_tells_all_of_itself(self, harness: EngineHarness, ledger: bool) -> None:
+        rig = await Rig.on(harness, ledger=ledger, max_deliveries=1)
+        claim = await rig.start_one("w1")
+        await rig.lose_leases()
+        assert await rig.reclaim("w2") == []
+        await self._check_letter(rig, claim.job_id, None, ["dlq_pending"], ledger)
+        event = next(event for event in await rig.events(claim.job_id) if event.to_state is State.DLQ_PENDING)
+        assert failure_in(event).code == POISON_PILL
+
+    @pytest.mark.parametrize("ledger", [False, True], ids=["alone", "with a ledger"])
+    async def test_a_job_given_up_by_an_operator_tells_all_of_itself(
+        self, harness: EngineHarness, ledger: bool
+    ) -> None:
+        rig = await Rig.on(harness, ledger=ledger)
+        claim = await rig.start_one("w1")
+        await rig.settle(claim, RetryLater(60_000, FAILURE))
+        await rig.move(claim.job_id, State.DLQ_PENDING)
+        await self._check_letter(rig, claim.job_id, None, ["retrying"], ledger)
+        event = next(event for event in await rig.events(claim.job_id) if event.to_state is State.DLQ_PENDING)
+        assert (data_of(event)["actor"], data_of(event)["reason"]) == ("ann", "because")
+        assert failure_in(event).code == "DEAD_LETTERED_BY_OPERATOR"
+
+    async def _check_letter(
+        self, rig: Rig, job_id: str, failure: Failure | None, outcomes: list[str], ledger: bool
+    ) -> None:
+        if ledger:
+            await rig.move(job_id, State.DLQ_RECORDED)
+            await rig.move(job_id, State.FAILED)
+        pending, recorded, failed = (await rig.events(job_id))[-3:]
+        assert [pending.type, recorded.type, failed.type] == ["task.dlq_pending", "task.dlq", "task.failed"]
+        if failure is not None:
+            assert failure_in(pending) == failure
+        assert [attempt["outcome"] for attempt in data_of(pending)["history"]] == outcomes
+        dlq_id = data_of(pending)["dlq_id"]
+        assert dlq_id
+        assert data_of(recorded)["dlq_id"] == data_of(failed)["dlq_id"] == dlq_id
+        assert (await rig.view(job_id)).meta.dlq_id == dlq_id
+
+    async def test_a_dead_letter_moved_on_twice_is_told_apart(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, ledger=True)
+        claim = await rig.start_one()
+        await rig.settle(claim, DeadLetter(FAILURE))
+        for to in (State.DLQ_RECORDED, State.FAILED):
+            await rig.move(claim.job_id, to)
+            for again in (State.DLQ_RECORDED, to):
+                with pytest.raises(TransitionInvalid) as refused:
+                    await rig.move(claim.job_id, again)
+                assert refused.value.from_state == to
+
+    # Heartbeats ------------------------------------------------------------------------------------
+
+    @both_modes
+    async def test_heartbeats_of_one_renewal_are_one_entry(self, rig: Rig) -> None:
+        stolen = await rig.start_one("w1")
+        await rig.lose_leases()
+        await rig.reclaim_one("w2")
+        retried = await rig.start_one("w1", tenant_id="acme")
+        await rig.settle(retried, RetryLater(0, FAILURE))
+        await rig.harness.advance(1)
+        (retried,) = await rig.claim_due("w1")
+        quiet, fresh, ended = [await rig.start_one("w1") for _ in range(3)]
+        await rig.succeed(ended)
+        before = await rig.entries()
+        beating = {claim.lease for claim in (stolen, retried, fresh, ended)}
+        leases = [claim.lease for claim in (stolen, retried, quiet, fresh, ended)]
+        assert await rig.engine.renew(leases, beating) == [stolen.lease, ended.lease]
+        (entry,) = (await rig.entries())[len(before) :]
+        assert [(event.type, event.job_id) for event in entry.events] == [
+            (HEARTBEAT_EVENT, retried.job_id),
+            (HEARTBEAT_EVENT, fresh.job_id),
+        ]
+        assert [(event.attempt, event.retry_count, event.worker, event.tenant_id) for event in entry.events] == [
+            (2, 1, "w1", "acme"),
+            (1, 0, "w1", "default"),
+        ]
+        assert {(event.from_state, event.to_state) for event in entry.events} == {(None, None)}
+        assert await rig.succeed(retried, quiet, fresh) == ["applied"] * 3
+
+    async def test_a_renewal_without_heartbeats_leaves_none(self, rig: Rig) -> None:
+        claim, other = await rig.start_one("w1"), await rig.start_one("w1")
+        before = await rig.entries()
+        assert await rig.engine.renew([claim.lease]) == []
+        assert await rig.engine.renew([claim.lease], [other.lease]) == []
+        assert await rig.entries() == before
+
+    # Who waits for it ------------------------------------------------------------------------------
+
+    async def test_a_durable_submission_is_in_a_hurry(self, rig: Rig) -> None:
+        first = rig.envelope(durable=True)
+        await rig.engine.submit([rig.envelope(), first])
+        await rig.engine.submit([rig.envelope()])
+        await rig.engine.submit([rig.envelope(tenant_id="acme"), rig.envelope(durable=True, idempotency_key="k")])
+        # Known already: nobody waits for the entry of the others.
+        await rig.engine.submit([first, rig.envelope(), rig.envelope(durable=True, idempotency_key="k")])
+        await rig.succeed(*await rig.claim())
+        assert [entry.urgent for entry in await rig.entries()] == [True, False, True, False, False, False]
+
+    async def test_with_a_ledger_nothing_is_accepted_before_somebody_reads(self, harness: EngineHarness) -> None:
+        engine = await harness.make(ledger=True)
+        rig = Rig(harness, engine)
+        with pytest.raises(FeedDetached):
+            await rig.submit_one()
+        assert engine.counts.intake_refused == 1
+        assert await rig.claim() == []
+        assert await rig.entries() == []
+        await engine.attach_reader(rig.queue)
+        with pytest.raises(FeedDetached):
+            await rig.submit_one(queue=OTHER_QUEUE)
+        claim = await rig.start_one()
+        assert await rig.succeed(claim) == ["applied"]
+
+    async def test_without_a_ledger_nobody_needs_to_read(self, rig: Rig) -> None:
+        assert await rig.submit_one()
+
+    # Waiting for entries ---------------------------------------------------------------------------
+
+    async def test_waiting_for_a_feed_that_has_news(self, rig: Rig) -> None:
+        await rig.submit_one()
+        await rig.submit_one()
+        first, last = await rig.entries()
+        positions = {OTHER_QUEUE: "", rig.queue: ""}
+        assert await soon(rig.engine.wait_feed(positions, LONG_WAIT_MS)) == [rig.queue]
+        assert await soon(rig.engine.wait_feed({rig.queue: first.position}, LONG_WAIT_MS)) == [rig.queue]
+        assert await soon(rig.engine.wait_feed({rig.queue: last.position}, 20)) == []
+        assert await soon(rig.engine.wait_feed({rig.queue: last.position, OTHER_QUEUE: ""}, 0)) == []
+        assert await soon(rig.engine.wait_feed({}, 20)) == []
+        await rig.submit_one(queue=OTHER_QUEUE)
+        # The first that has news ends a wait, and the others may not have been heard by then: on a Cluster each has a
+        # server of its own.
+        assert set(await soon(rig.engine.wait_feed(positions, LONG_WAIT_MS))) & {OTHER_QUEUE, rig.queue}
+        assert set(await soon(rig.engine.wait_feed(positions, 0))) == {OTHER_QUEUE, rig.queue}
+
+    async def test_an_entry_ends_the_waiting(self, rig: Rig) -> None:
+        await rig.submit_one()
+        position = (await rig.entries())[-1].position
+        reader = await rig.harness.make()
+        here = asyncio.create_task(reader.wait_feed({rig.queue: position}, LONG_WAIT_MS))
+        there = asyncio.create_task(reader.wait_feed({OTHER_QUEUE: ""}, LONG_WAIT_MS))
+        both = asyncio.create_task(reader.wait_feed({rig.queue: position, OTHER_QUEUE: ""}, LONG_WAIT_MS))
+        # Those who wait keep nobody else from the engine; once this short wait is over they do wait.
+        assert await soon(reader.wait_feed({rig.queue: position}, 50)) == []
+        assert not here.done()
+        claim = await rig.claim_one()
+        assert await soon(here) == [rig.queue]
+        assert await soon(both) == [rig.queue]
+        assert not there.done()
+        await rig.submit_one(queue=OTHER_QUEUE)
+        assert await soon(there) == [OTHER_QUEUE]
+        assert await rig.succeed(claim) == ["applied"]
+
+    async def test_a_wait_that_is_cancelled_leaves_the_engine_usable(self, rig: Rig) -> None:
+        waiting = asyncio.create_task(rig.engine.wait_feed({rig.queue: ""}, LONG_WAIT_MS))
+        assert await soon(rig.engine.wait_feed({rig.queue: ""}, 20)) == []
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await rig.submit_one()
+        assert await soon(rig.engine.wait_feed({rig.queue: ""}, LONG_WAIT_MS)) == [rig.queue]

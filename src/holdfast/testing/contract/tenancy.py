@@ -1,0 +1,392 @@
+"""Engine contract for tenants that share a queue, and for intake limits.
+
+`FairnessContract`: fair shares, weights and the concurrency limit of a tenant (Q, H5).
+`IntakeLimitContract`: backlog limits of a queue and of each tenant in it (H5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Final
+
+import pytest
+
+from holdfast.core.history import check_history
+from holdfast.core.job import Claim, Priority
+from holdfast.core.states import State
+from holdfast.core.verdict import DeadLetter, Hold, Release, RetryLater, SettleResult, Succeed, Suspend, Verdict
+from holdfast.engine.port.jobs import MAX_TENANTS, RetryVia
+from holdfast.engine.port.operators import QueueControl, TenantControl
+from holdfast.errors import IntakeLimited
+from holdfast.testing.contract.harness import (
+    FAILURE,
+    LONG_WAIT_MS,
+    OTHER_QUEUE,
+    Contract,
+    EngineHarness,
+    Rig,
+    both_modes,
+    ids,
+    soon,
+    with_priority,
+)
+
+#: Far more than any claim takes at once.
+BACKLOG: Final = 1_500
+#: A job of another tenant is served within so many claims, whatever is in line before it.
+SOON_SERVED: Final = 20
+
+
+def tenants_of(claims: list[Claim]) -> Counter[str]:
+    return Counter(claim.tenant_id for claim in claims)
+
+
+class FairnessContract(Contract):
+    """What `claim` promises to tenants that share a queue."""
+
+    @pytest.mark.parametrize("at_a_time", [100, 10, 1])
+    async def test_ten_jobs_do_not_wait_behind_another_tenants_thousands(self, rig: Rig, at_a_time: int) -> None:
+        await rig.submit(BACKLOG, tenant_id="acme")
+        late = set(await rig.submit(10, tenant_id="zeta"))
+        claims = await self._take(rig, 100, at_a_time)
+        assert late <= set(ids(claims))
+        assert tenants_of(claims) == {"acme": 90, "zeta": 10}
+
+    async def test_turns_are_the_queues_and_not_a_workers(self, rig: Rig) -> None:
+        """Many workers that take one job each are as fair as one that takes many."""
+        await rig.submit(200, tenant_id="acme")
+        late = set(await rig.submit(10, tenant_id="zeta"))
+        claims: list[Claim] = []
+        for number in range(50):
+            claims += await Rig(rig.harness, await rig.harness.make()).claim(f"w{number}", 1)
+        assert late <= set(ids(claims))
+
+    async def test_equals_get_equal_shares(self, rig: Rig) -> None:
+        for tenant in ("acme", "zeta", "omega"):
+            await rig.submit(300, tenant_id=tenant)
+        shares = tenants_of(await self._take(rig, 300, 10))
+        assert all(90 <= shares[tenant] <= 110 for tenant in ("acme", "zeta", "omega")), shares
+
+    @pytest.mark.parametrize("at_a_time", [20, 1])
+    async def test_shares_follow_the_weights(self, rig: Rig, at_a_time: int) -> None:
+        await self._control(rig, acme=TenantControl(weight=3))
+        for tenant in ("acme", "zeta"):
+            await rig.submit(200, tenant_id=tenant)
+        shares = tenants_of(await self._take(rig, 100, at_a_time))
+        assert 68 <= shares["acme"] <= 82, shares
+
+    async def test_a_tenant_with_nothing_in_line_costs_the_others_nothing(self, rig: Rig) -> None:
+        await self._control(rig, zeta=TenantControl(weight=50))
+        await rig.succeed(*[await rig.start_one(tenant_id="zeta") for _ in range(3)])
+        submitted = await rig.submit(30, tenant_id="acme")
+        assert ids(await rig.claim(limit=10)) == submitted[:10]
+        assert ids(await self._take(rig, 20, 1)) == submitted[10:]
+        assert await rig.claim() == []
+
+    async def test_a_claim_is_filled_however_the_shares_are(self, rig: Rig) -> None:
+        await rig.submit(100, tenant_id="acme")
+        await rig.submit(3, tenant_id="zeta")
+        await rig.submit(2, tenant_id="omega")
+        assert tenants_of(await rig.claim(limit=50)) == {"acme": 45, "zeta": 3, "omega": 2}
+
+    @pytest.mark.parametrize("at_a_time", [7, 1])
+    async def test_a_tenants_own_jobs_stay_in_order(self, rig: Rig, at_a_time: int) -> None:
+        submitted: dict[str, list[str]] = {"acme": [], "zeta": []}
+        for count in (5, 11, 3):
+            for tenant, jobs in submitted.items():
+                jobs += await rig.submit(count, tenant_id=tenant)
+        claims = await self._take(rig, 38, at_a_time)
+        for tenant, jobs in submitted.items():
+            assert [claim.job_id for claim in claims if claim.tenant_id == tenant] == jobs
+
+    async def test_urgent_jobs_go_first_whoever_they_are_of(self, rig: Rig) -> None:
+        await rig.submit(5, tenant_id="acme")
+        urgent = await rig.submit(3, tenant_id="zeta", meta=with_priority(Priority.HIGH))
+        assert ids(await rig.claim(limit=3)) == urgent
+
+    async def test_urgent_jobs_of_several_tenants_take_turns(self, rig: Rig) -> None:
+        for tenant, count in (("acme", 60), ("zeta", 5)):
+            await rig.submit(count, tenant_id=tenant, meta=with_priority(Priority.HIGH))
+        assert tenants_of(await rig.claim(limit=20))["zeta"] == 5
+
+    async def test_however_many_tenants_there_are_all_are_served(self, rig: Rig) -> None:
+        await rig.submit(BACKLOG, tenant_id="acme")
+        others = {f"tenant-{number:03}" for number in range(MAX_TENANTS + 36)}
+        for tenant in sorted(others):
+            await rig.submit(1, tenant_id=tenant)
+        claims = await self._take(rig, 300, 10)
+        assert set(tenants_of(claims)) == {"acme", *others}
+        while more := await rig.claim(limit=500):
+            claims += more
+            await rig.succeed(*more)
+        assert len(set(ids(claims))) == len(claims) == BACKLOG + len(others)
+        assert await rig.open_jobs() == 0
+
+    async def test_tenants_that_come_and_go_are_all_served(self, rig: Rig) -> None:
+        """More of them than have a part of their own, one after the other."""
+        for number in range(MAX_TENANTS + 10):
+            claim = await rig.start_one(tenant_id=f"tenant-{number:03}")
+            assert await rig.succeed(claim) == [SettleResult.APPLIED]
+        await rig.submit(200, tenant_id="acme")
+        late = set(await rig.submit(5, tenant_id="zeta"))
+        assert late <= set(ids(await self._take(rig, 50, 5)))
+
+    @pytest.mark.parametrize("way", ["delayed", "retried", "released", "resumed", "approved"])
+    async def test_whoever_comes_back_does_not_wait_behind_the_others(self, rig: Rig, way: str) -> None:
+        if way == "delayed":
+            job_id = await rig.submit_one(tenant_id="zeta", delay_ms=1_000)
+        elif way == "approved":
+            job_id = await rig.submit_one(tenant_id="zeta", hold=True)
+        else:
+            claim = await rig.start_one(tenant_id="zeta")
+            job_id = claim.job_id
+            verdicts: dict[str, Verdict] = {
+                "retried": RetryLater(1_000, FAILURE),
+                "released": Release("draining", 1_000),
+                "resumed": Suspend(FAILURE),
+            }
+            await rig.settle(claim, verdicts[way])
+        await rig.submit(300, tenant_id="acme")
+        if way in ("resumed", "approved"):
+            await rig.move(job_id, State.QUEUED)
+        await rig.harness.advance(1_001)
+        await rig.promote()
+        assert job_id in ids(await self._take(rig, SOON_SERVED, 1))
+
+    # A tenant's own concurrency --------------------------------------------------------------------
+
+    async def test_a_tenant_runs_no_more_than_it_may_on_all_workers_together(self, rig: Rig) -> None:
+        await self._control(rig, acme=TenantControl(concurrency=2))
+        submitted = await rig.submit(6, tenant_id="acme")
+        await rig.submit(6, tenant_id="zeta")
+        first = await rig.claim("w1", 8)
+        assert tenants_of(first) == {"acme": 2, "zeta": 6}
+        assert await rig.claim("w2") == []
+        acme = [claim for claim in first if claim.tenant_id == "acme"]
+        assert ids(acme) == submitted[:2]
+        # Wherever its place becomes free, it may be taken anywhere.
+        assert await rig.succeed(acme[0]) == [SettleResult.APPLIED]
+        (third,) = await rig.claim("w2")
+        assert third.job_id == submitted[2]
+        assert await rig.claim("w1") == []
+
+    @pytest.mark.parametrize(
+        "verdict",
+        [
+            Succeed(b"1"),
+            RetryLater(60_000, FAILURE),
+            DeadLetter(FAILURE),
+            Suspend(FAILURE),
+            Hold("is this right?"),
+            Release("sleeps", 60_000, started=True),
+        ],
+        ids=lambda verdict: type(verdict).__name__,
+    )
+    async def test_an_ended_attempt_makes_room(self, rig: Rig, verdict: Verdict) -> None:
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        one, two = await rig.submit(2, tenant_id="acme")
+        claim = await rig.claim_one()
+        assert (claim.job_id, await rig.claim()) == (one, [])
+        assert await rig.settle(claim, verdict) is SettleResult.APPLIED
+        # A settlement that comes twice makes room once.
+        await rig.settle(claim, verdict)
+        assert ids(await rig.claim()) == [two]
+        assert await rig.claim() == []
+
+    async def test_a_cancelled_run_makes_room(self, rig: Rig) -> None:
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        one, two, _ = await rig.submit(3, tenant_id="acme")
+        claim = await rig.claim_one("w1")
+        await rig.move(one, State.CANCELLED)
+        assert ids(await rig.claim("w2")) == [two]
+        assert await rig.succeed(claim) == [SettleResult.STALE]
+        assert await rig.claim() == []
+
+    async def test_a_job_that_is_taken_over_still_has_its_place(self, rig: Rig) -> None:
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        one, two = await rig.submit(2, tenant_id="acme")
+        late = await rig.claim_one("w1")
+        await rig.lose_leases()
+        # Nobody has said that it does not run any more.
+        assert await rig.claim("w2") == []
+        claim = await rig.reclaim_one("w2")
+        assert claim.job_id == one
+        assert await rig.claim("w3") == []
+        assert await rig.succeed(late) == [SettleResult.STALE]
+        assert await rig.claim("w3") == []
+        assert await rig.succeed(claim) == [SettleResult.APPLIED]
+        assert ids(await rig.claim("w3")) == [two]
+        check_history(await rig.events())
+
+    async def test_a_poison_pill_makes_room(self, harness: EngineHarness) -> None:
+        rig = await Rig.on(harness, max_deliveries=1)
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        one, two = await rig.submit(2, tenant_id="acme")
+        assert ids(await rig.claim("w1")) == [one]
+        await rig.lose_leases()
+        assert await rig.reclaim("w2") == []
+        assert ids(await rig.claim("w2")) == [two]
+
+    async def test_what_falls_due_waits_for_a_place_too(self, rig: Rig) -> None:
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        claim = await rig.start_one(tenant_id="acme")
+        late = await rig.submit_one(tenant_id="acme", delay_ms=1_000)
+        await rig.harness.advance(1_001)
+        assert await rig.claim() == []
+        await rig.promote()
+        assert await rig.claim() == []
+        await rig.succeed(claim)
+        assert ids(await rig.claim()) == [late]
+
+    async def test_a_limit_below_what_runs_waits_until_they_have_ended(self, rig: Rig) -> None:
+        await rig.submit(5, tenant_id="acme")
+        claims = await rig.claim(limit=3)
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        await rig.succeed(*claims[:2])
+        assert await rig.claim() == []
+        await rig.succeed(claims[2])
+        assert len(await rig.claim()) == 1
+
+    async def test_no_place_at_all_holds_a_tenant_back_until_it_has_one(self, rig: Rig) -> None:
+        await self._control(rig, acme=TenantControl(concurrency=0))
+        submitted = await rig.submit(2, tenant_id="acme")
+        (other,) = await rig.submit(1, tenant_id="zeta")
+        assert ids(await rig.claim()) == [other]
+        await rig.engine.set_control(rig.queue, QueueControl())
+        assert ids(await rig.claim()) == submitted
+
+    async def test_a_worker_that_waits_gets_the_place_that_becomes_free(self, rig: Rig) -> None:
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        one, two = await rig.submit(2, tenant_id="acme")
+        claim = await rig.claim_one("w1")
+        assert claim.job_id == one
+        other = await rig.harness.make()
+        waiting = asyncio.create_task(other.claim("w2", [rig.queue], 1, LONG_WAIT_MS))
+        # Its first look has been in vain once this one has been.
+        assert await rig.engine.claim("w3", [rig.queue], 1, 50) == []
+        await rig.succeed(claim)
+        assert ids(await soon(waiting)) == [two]
+
+    async def test_a_limit_of_one_tenant_takes_nothing_from_the_others(self, rig: Rig) -> None:
+        await self._control(rig, acme=TenantControl(concurrency=1))
+        await rig.submit(200, tenant_id="acme")
+        await rig.submit(100, tenant_id="zeta")
+        assert tenants_of(await rig.claim(limit=50)) == {"acme": 1, "zeta": 49}
+        assert tenants_of(await rig.claim(limit=50)) == {"zeta": 50}
+
+    # Helpers ---------------------------------------------------------------------------------------
+
+    async def _control(self, rig: Rig, **tenants: TenantControl) -> None:
+        await rig.engine.set_control(rig.queue, QueueControl(tenants=tenants))
+
+    async def _take(self, rig: Rig, count: int, at_a_time: int) -> list[Claim]:
+        """The next so many claims, each settled at once."""
+        claims: list[Claim] = []
+        while len(claims) < count:
+            more = await rig.claim(limit=min(at_a_time, count - len(claims)))
+            assert more, f"nothing more to claim after {len(claims)}"
+            assert await rig.succeed(*more) == [SettleResult.APPLIED] * len(more)
+            claims += more
+        return claims
+
+
+MINUTE_MS: Final = 60_000
+
+
+class IntakeLimitContract(Contract):
+    """What limits of a queue and of a tenant's part of it promise."""
+
+    async def test_a_full_queue_takes_no_more_until_some_have_ended(self, rig: Rig) -> None:
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=3))
+        await rig.submit(2)
+        claim = await rig.claim_one()
+        await rig.submit(1)
+        before = await rig.entries()
+        with pytest.raises(IntakeLimited) as error:
+            await rig.submit(1)
+        assert error.value.code == "INTAKE_LIMITED"
+        assert rig.engine.counts.intake_refused == 1
+        assert await rig.entries() == before
+        # Work goes on, and makes room.
+        await rig.succeed(claim)
+        await rig.submit(1)
+        with pytest.raises(IntakeLimited):
+            await rig.submit(1)
+
+    async def test_a_batch_that_does_not_fit_is_refused_whole(self, rig: Rig) -> None:
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=3))
+        await rig.submit(2)
+        envelopes = [rig.envelope(), rig.envelope()]
+        with pytest.raises(IntakeLimited):
+            await rig.engine.submit(envelopes)
+        assert await rig.engine.get(rig.queue, [each.job_id for each in envelopes]) == [None, None]
+        assert len(await rig.submit(1)) == 1
+
+    @both_modes
+    async def test_a_retry_that_waits_is_neither_in_line_nor_running(self, rig: Rig, mode: RetryVia) -> None:
+        claim = await rig.start_one(tenant_id="acme")
+        await rig.settle(claim, RetryLater(MINUTE_MS, FAILURE))
+        stats = await rig.engine.stats(rig.queue)
+        assert (stats.backlog, stats.tenants) == (0, {})
+        limit = TenantControl(intake_limit=1)
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=1, tenants={"acme": limit}))
+        await rig.submit_one(tenant_id="acme")
+        with pytest.raises(IntakeLimited):
+            await rig.submit_one(tenant_id="acme")
+
+    async def test_what_is_known_already_is_answered_all_the_same(self, rig: Rig) -> None:
+        first = rig.envelope(idempotency_key="k")
+        await rig.engine.submit([first])
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=1))
+        (resent, duplicate) = await rig.engine.submit([first, rig.envelope(idempotency_key="k")])
+        assert (resent.job_id, resent.duplicate) == (first.job_id, False)
+        assert (duplicate.job_id, duplicate.duplicate) == (first.job_id, True)
+        with pytest.raises(IntakeLimited):
+            await rig.engine.submit([first, rig.envelope()])
+        # Only what is new needs room.
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=2))
+        assert len(await rig.engine.submit([first, rig.envelope(idempotency_key="k"), rig.envelope()])) == 3
+
+    async def test_jobs_that_wait_for_a_time_or_a_person_take_no_room(self, rig: Rig) -> None:
+        await rig.submit(2, delay_ms=MINUTE_MS)
+        await rig.submit(2, hold=True)
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=1))
+        await rig.submit(1)
+        with pytest.raises(IntakeLimited):
+            await rig.submit(1)
+
+    async def test_a_tenants_limit_is_its_own(self, rig: Rig) -> None:
+        await rig.engine.set_control(rig.queue, QueueControl(tenants={"acme": TenantControl(intake_limit=2)}))
+        await rig.submit(2, tenant_id="acme")
+        with pytest.raises(IntakeLimited):
+            await rig.submit(1, tenant_id="acme")
+        await rig.submit(3, tenant_id="zeta")
+        # One that does not fit keeps the whole batch out.
+        fits = rig.envelope(tenant_id="zeta")
+        with pytest.raises(IntakeLimited):
+            await rig.engine.submit([fits, rig.envelope(tenant_id="acme")])
+        assert await rig.find(fits.job_id) is None
+        acme = [claim for claim in await rig.claim() if claim.tenant_id == "acme"]
+        await rig.succeed(acme[0])
+        await rig.submit(1, tenant_id="acme")
+        with pytest.raises(IntakeLimited):
+            await rig.submit(1, tenant_id="acme")
+
+    async def test_no_limit_keeps_an_accepted_job_from_coming_back(self, rig: Rig) -> None:
+        retried, released = await rig.start_one(tenant_id="acme"), await rig.start_one(tenant_id="acme")
+        await rig.settle(retried, RetryLater(1_000, FAILURE))
+        await rig.settle(released, Release("draining", 1_000))
+        held = await rig.submit_one(tenant_id="acme", hold=True)
+        await rig.engine.set_control(
+            rig.queue, QueueControl(intake_limit=0, tenants={"acme": TenantControl(intake_limit=0)})
+        )
+        await rig.move(held, State.QUEUED)
+        await rig.harness.advance(1_001)
+        assert set(ids(await rig.claim_due())) == {retried.job_id, released.job_id, held}
+
+    async def test_another_queue_is_not_limited(self, rig: Rig) -> None:
+        await rig.engine.set_control(rig.queue, QueueControl(intake_limit=0))
+        with pytest.raises(IntakeLimited):
+            await rig.submit(1)
+        assert len(await rig.submit(1, queue=OTHER_QUEUE)) == 1

@@ -1,0 +1,118 @@
+"""What people do in random histories: answer, make due, take, limit a tenant. A part of `machine.EngineMachine`."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from holdfast.core.job import Approval, ApprovalRequest, Claim
+from holdfast.core.states import State
+from holdfast.engine.port import Engine
+from holdfast.engine.port.operators import QueueControl, TenantControl
+from holdfast.errors import TransitionInvalid
+from holdfast.testing.model import Model
+
+T = TypeVar("T")
+
+TENANTS: Final = ("acme", "zeta")
+#: A guard's question, and one of a task's own.
+ASKS: Final = (
+    ApprovalRequest("guard-1", "ab12"),
+    ApprovalRequest("own-1", "cd34", name="send it?", details={"sum": 3}),
+)
+
+_picks = st.integers(0, 11)
+
+
+class OperatorRules(RuleBasedStateMachine):
+    """Mixed into the machine, which has these."""
+
+    engine: Engine
+    model: Model
+    queue: str
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        raise NotImplementedError
+
+    def _worker(self, seat: str) -> str:
+        raise NotImplementedError
+
+    def _receive(self, seat: str, claims: list[Claim], lost: bool) -> None:
+        raise NotImplementedError
+
+    @rule(pick=_picks, answer=st.sampled_from(("approved", "approved", "rejected", "expired", "withdrawn", "late")))
+    def answer(self, pick: int, answer: str) -> None:
+        """People decide about a job that waits for them; `late` is a yes to a question that is void."""
+        waiting = [job for job in self.model.jobs.values() if job.state is State.WAITING_APPROVAL]
+        if not waiting:
+            return
+        job = waiting[pick % len(waiting)]
+        consent, event = None, f"approval.{answer}"
+        if answer in ("approved", "late"):
+            asked = job.ask.approval_id if job.ask and answer == "approved" else "void-1"
+            consent, event = Approval(asked, ("bob",), 1_000, "fine"), "approval.approved"
+        to = State.CANCELLED if answer in ("rejected", "expired") else State.QUEUED
+        came_from = self._run(
+            self.engine.move(
+                self.queue,
+                job.job_id,
+                to,
+                actor="ann",
+                reason="decided",
+                event=event,
+                consent=consent,
+                expected=State.WAITING_APPROVAL,
+                audit="operator.approve",
+            )
+        )
+        assert came_from is self.model.move(job.job_id, to, consent)
+
+    @rule(pick=_picks)
+    def expedite(self, pick: int) -> None:
+        job = list(self.model.jobs.values())[pick % len(self.model.jobs)]
+        try:
+            self._run(self.engine.expedite(self.queue, job.job_id, actor="ann", reason="now"))
+        except TransitionInvalid:
+            assert job.due_at is None or job.perhaps_in_line
+        else:
+            self.model.expedite(job)
+
+    @rule(pick=_picks, seat=st.sampled_from(("a", "b", "c")), lost=st.booleans())
+    def take(self, pick: int, seat: str, lost: bool) -> None:
+        job = list(self.model.jobs.values())[pick % len(self.model.jobs)]
+        legal = job.state in (State.QUEUED, State.RETRYING)
+        try:
+            claim = self._run(self.engine.claim_job(self._worker(seat), self.queue, job.job_id))
+        except TransitionInvalid:
+            assert not legal
+        else:
+            assert legal
+            assert claim.job_id == job.job_id
+            self.model.start(claim)
+            self._receive(seat, [claim], lost)
+
+    @rule(tenant=st.sampled_from(TENANTS), concurrency=st.sampled_from((None, None, 0, 1, 2)))
+    def limit(self, tenant: str, concurrency: int | None) -> None:
+        self.model.limits[tenant] = concurrency
+        self.set_limits()
+
+    @rule()
+    def count(self) -> None:
+        """What is in line or running, as far as it is certain what an engine has put in line by now."""
+        stats = self._run(self.engine.stats(self.queue))
+        least, most = self.model.backlog()
+        assert least <= stats.backlog <= most, stats
+        assert sum(stats.tenants.values()) == stats.backlog
+        leased = sum(job.lease is not None for job in self.model.jobs.values())
+        assert stats.pending == leased + len(self.model.waiting(in_pending=True))
+
+    def set_limits(self) -> None:
+        tenants = {
+            tenant: TenantControl(concurrency=limit, weight=2)
+            for tenant, limit in self.model.limits.items()
+            if limit is not None
+        }
+        self._run(self.engine.set_control(self.queue, QueueControl(tenants=tenants)))

@@ -1,0 +1,393 @@
+"""Build the triggers of a configuration file and run them in one process: `holdfast trigger run`.
+
+`load_callable` resolves `module:function` or `file.py:function`; `build_trigger` makes a `QueueTrigger` of an entry.
+
+If a trigger cannot connect at the start, `TriggerService.run` ends and raises one error with the reasons of all that
+failed. Later, each trigger reconnects to its broker by itself. While they run, their presence and health are written to
+the ledger, and operators' pauses are read from it. While the ledger is unreachable nothing changes. Triggers also run
+without a ledger; only `holdfast trigger status`, `pause` and `resume` need one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from holdfast.brokers.factory import build_adapter
+from holdfast.brokers.port import QueueAdapter
+from holdfast.clock import Clock, SystemClock
+from holdfast.errors import (
+    BrokerRefused,
+    BrokerUnavailable,
+    HoldfastError,
+    InvalidOption,
+    MissingExtra,
+    NoLedger,
+    UsageError,
+)
+from holdfast.guard.runner import GuardRunner
+from holdfast.identity import new_identity
+from holdfast.ledger.port.messages import TriggerHeartbeat, TriggerStore
+from holdfast.triggers.config import TriggerEntry
+from holdfast.triggers.dedup import DedupStore, LedgerDedupStore
+from holdfast.triggers.runtime import CallableRuntime, Runtime
+from holdfast.triggers.task_runtime import TaskRuntime
+from holdfast.triggers.trigger import QueueTrigger
+
+if TYPE_CHECKING:
+    from holdfast.app import Holdfast
+
+
+def load_callable(reference: str) -> Callable[..., Any]:
+    """The function that a reference names; modules are looked for in the working directory first.
+
+    Raises `InvalidOption` that says what was tried.
+    """
+    source, _, name = reference.rpartition(":")
+    by_file = source.endswith(".py") or os.sep in source
+    module = _import(reference, *(_of_file(reference, Path(source)) if by_file else (source, Path.cwd())))
+    found = getattr(module, name, None)
+    if not callable(found):
+        what = f"has no {name!r}" if found is None else f"has a {name!r} that cannot be called"
+        raise _cannot(reference, f"module {module.__name__!r} {what}")
+    return found  # type: ignore[no-any-return]
+
+
+def _of_file(reference: str, path: Path) -> tuple[str, Path]:
+    """A file's name as a module, and where that is imported from."""
+    if not path.is_file():
+        raise _cannot(reference, f"there is no file {path} in {Path.cwd()}")
+    path = path.resolve()
+    root, name = path.parent, path.stem
+    # A file inside a package is imported as the package's module, so that its relative imports work.
+    while (root / "__init__.py").is_file():
+        root, name = root.parent, f"{root.name}.{name}"
+    return name, root
+
+
+def _import(reference: str, name: str, root: Path) -> ModuleType:
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    try:
+        return importlib.import_module(name)
+    except MissingExtra:
+        raise
+    except ModuleNotFoundError as exc:
+        raise _cannot(reference, f"there is no module {exc.name!r}") from exc
+    except Exception as exc:
+        raise _cannot(reference, f"importing {name!r} raised {type(exc).__name__}: {exc}") from exc
+
+
+def _cannot(reference: str, why: str) -> InvalidOption:
+    return InvalidOption(f"cannot load {reference!r}: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltTrigger:
+    """A trigger and what it is made of. Not connected yet."""
+
+    entry: TriggerEntry
+    trigger: QueueTrigger
+    runtime: Runtime
+
+    async def close(self) -> None:
+        """Give back what the runtime holds; the trigger closes its adapter itself."""
+        close: Callable[[], Awaitable[None]] | None = getattr(self.runtime, "close", None)
+        if close is not None:
+            await close()
+
+
+def build_trigger(app: Holdfast, entry: TriggerEntry) -> BuiltTrigger:
+    """`UsageError` for a task that the app does not have, a function that is not there, a broker whose package is not
+    installed; `NoLedger` if it would need one."""
+    runtime = _runtime(app, entry)
+    ledger, submits_jobs = app.ledger_backend, entry.runtime.kind == "task"
+    trigger = QueueTrigger(
+        entry,
+        _adapter(entry),
+        runtime,
+        # An event is no task, even if it has the name of one: the gate knows none.
+        gate=None if submits_jobs else GuardRunner(app.guard, {}, SystemClock(), ledger),
+        book=None if ledger is None else ledger.triggers,
+        dedup=None if submits_jobs or not entry.enable_dedup else _dedup(app, entry),
+        payload_limit=app.settings.payload_limit,
+    )
+    return BuiltTrigger(entry, trigger, runtime)
+
+
+async def check_entries(app: Holdfast, entries: Sequence[TriggerEntry], *, connect: bool) -> None:
+    """Raise one error for all that is wrong with these beside their configuration: tasks that an app with tasks does
+    not have, functions that are not there, and, if `connect`, brokers that do not answer or say no."""
+    failed: dict[str, Exception] = {}
+    for entry in entries:
+        try:
+            runtime = _runtime(app, entry)
+            if (close := getattr(runtime, "close", None)) is not None:
+                await close()
+        except UsageError as exc:
+            failed[entry.name] = exc
+    if connect:
+        answers = await asyncio.gather(*(_connect(entry) for entry in entries), return_exceptions=True)
+        for entry, answer in zip(entries, answers, strict=True):
+            if isinstance(answer, Exception):
+                failed.setdefault(entry.name, answer)
+    if failed:
+        raise combined_error(failed)
+
+
+def combined_error(failed: dict[str, Exception]) -> Exception:
+    """One error with the words of all: a wrong call if one of them is, else the broker's no, else its silence."""
+    for error in failed.values():
+        if not isinstance(error, UsageError | BrokerUnavailable):
+            return error
+    text = "; ".join(f"trigger {name}: {error}" for name, error in failed.items())
+    if any(isinstance(error, UsageError) for error in failed.values()):
+        return InvalidOption(text)
+    refused = any(isinstance(error, BrokerRefused) for error in failed.values())
+    return BrokerRefused(text) if refused else BrokerUnavailable(text)
+
+
+async def _connect(entry: TriggerEntry) -> None:
+    adapter = _adapter(entry)
+    try:
+        await adapter.connect()
+    finally:
+        await adapter.close()
+
+
+def _adapter(entry: TriggerEntry) -> QueueAdapter:
+    return build_adapter(
+        entry.adapter.type,
+        entry.adapter.connection,
+        entry.queue_name,
+        entry.consumer_group,
+        entry.prefetch,
+        dlq_name=entry.dlq_name,
+    )
+
+
+def _runtime(app: Holdfast, entry: TriggerEntry) -> Runtime:
+    told = entry.runtime
+    if told.task is not None:
+        return TaskRuntime(app, told.task)
+    if told.callable is not None:
+        return CallableRuntime(load_callable(told.callable))
+    from holdfast.triggers.http_runtime import HttpRuntime
+
+    assert told.url is not None
+    options: dict[str, Any] = {} if told.token is None else {"token": told.token.get_secret_value()}
+    return HttpRuntime(told.url, timeout_s=told.timeout, connections=entry.concurrency, **options)
+
+
+def _dedup(app: Holdfast, entry: TriggerEntry) -> DedupStore:
+    if app.ledger_backend is None:
+        raise NoLedger("enable_dedup with a callable or a url")
+    return LedgerDedupStore(app.ledger_backend.effects, entry.queue_name)
+
+
+_log: Final = logging.getLogger("holdfast.trigger")
+
+#: How often a process says that it is here, and hears of pauses.
+REPORT_S: Final = 2.0
+#: Whoever has not been heard of for so long is taken off the list.
+_FORGET_MS: Final = 60_000
+#: A store that has not answered by then is asked again at the next turn.
+_PATIENCE_S: Final = 5.0
+
+
+class TriggersReadiness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether messages can be handed over."""
+
+    ready: bool
+    #: Triggers that cannot.
+    failing: list[str]
+
+
+class TriggerService:
+    """Triggers of one process, from start to stop. One event loop; the app is open."""
+
+    def __init__(
+        self,
+        app: Holdfast,
+        entries: Sequence[TriggerEntry],
+        *,
+        report_s: float = REPORT_S,
+        clock: Clock | None = None,
+    ) -> None:
+        """Raises `InvalidOption` with all that is wrong: tasks that the app does not have, functions that are not
+        there."""
+        self._book: TriggerStore | None = None if app.ledger_backend is None else app.ledger_backend.triggers
+        self._built = _all(app, entries)
+        self._report_s = report_s
+        self._clock = clock or SystemClock()
+        self.process = new_identity()
+        self._stopping = asyncio.Event()
+        self._hurrying = asyncio.Event()
+        #: The last that was heard of people's wishes.
+        self._paused: set[str] = set()
+        self._running = False
+        app.engine.counts.triggers.update(
+            (each.entry.name, each.trigger.counts) for each in self._built if each.entry.metrics.enabled
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether every trigger can hand messages over; False before the start and from the first `stop` on."""
+        return self._running and not self._stopping.is_set() and all(each.trigger.ready for each in self._built)
+
+    async def readiness(self) -> TriggersReadiness:
+        """For `/readyz`."""
+        return TriggersReadiness(
+            ready=self.ready, failing=[each.entry.name for each in self._built if not each.trigger.ready]
+        )
+
+    def stop(self) -> None:
+        """Take nothing new, finish what is in hand, end. A second call does not wait for what is in hand."""
+        if self._stopping.is_set():
+            _log.info("the triggers do not wait for what is in hand")
+            self._hurrying.set()
+        else:
+            _log.info("the triggers stop; %d messages are in hand", sum(each.trigger.in_flight for each in self._built))
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Until stopped. Raises what a trigger's first connection raises, with the reasons of all that failed."""
+        await self._hear_of_pauses()
+        try:
+            await self._start()
+            self._running = True
+            async with asyncio.TaskGroup() as group:
+                reporting = group.create_task(self._report_for_ever())
+                await self._stopping.wait()
+                reporting.cancel()
+        finally:
+            self._running = False
+            await self._stop()
+
+    # Start -------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        started = await asyncio.gather(*(self._start_one(each) for each in self._built), return_exceptions=True)
+        failed = {
+            each.entry.name: error
+            for each, error in zip(self._built, started, strict=True)
+            if isinstance(error, Exception)
+        }
+        if failed:
+            raise combined_error(failed)
+
+    async def _start_one(self, built: BuiltTrigger) -> None:
+        entry = built.entry
+        await built.trigger.start()
+        if entry.name in self._paused:
+            # Nothing else has had its turn since it was started: it has handed nothing over.
+            await built.trigger.pause()
+        _log.info(
+            "trigger %s started: %s queue %s, group %s, to %s, %d at a time%s",
+            entry.name,
+            entry.adapter.type,
+            entry.queue_name,
+            entry.consumer_group,
+            entry.runtime.kind,
+            entry.concurrency,
+            " (paused)" if entry.name in self._paused else "",
+        )
+
+    # While they run ----------------------------------------------------------------------------------
+
+    async def _report_for_ever(self) -> None:
+        if self._book is None:
+            return
+        while True:
+            # Together: each asks its broker, and one that does not answer takes seconds to say so.
+            presences = await asyncio.gather(*(self._presence(each) for each in self._built))
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    paused = await self._book.heartbeat(presences, forget_after_ms=_FORGET_MS)
+                await self._follow(paused)
+            except (HoldfastError, TimeoutError) as exc:
+                _log.warning(
+                    "the ledger could not be told of this process's triggers: %s", str(exc) or "no answer in time"
+                )
+            await asyncio.sleep(self._report_s)
+
+    async def _presence(self, built: BuiltTrigger) -> TriggerHeartbeat:
+        return TriggerHeartbeat(
+            name=built.entry.name,
+            process=self.process,
+            queue_name=built.entry.queue_name,
+            adapter=built.entry.adapter.type,
+            health=msgspec.to_builtins(await built.trigger.health()),
+            seen_at_ms=self._clock.now_ms(),
+        )
+
+    async def _follow(self, paused: set[str]) -> None:
+        """Do what people have asked for since the last time; what does not work is tried again the next time."""
+        for built in self._built:
+            name, trigger = built.entry.name, built.trigger
+            if (name in paused) == (name in self._paused):
+                continue
+            _log.info("trigger %s is %s by a person", name, "paused" if name in paused else "resumed")
+            try:
+                await (trigger.pause() if name in paused else trigger.resume())
+            except BrokerUnavailable as exc:
+                _log.warning("trigger %s: the broker's client does not follow yet: %s", name, exc)
+                continue
+            self._paused ^= {name}
+
+    async def _hear_of_pauses(self) -> None:
+        """Before the start: what is paused must not begin."""
+        if self._book is None:
+            return
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                self._paused = {pause.name for pause in await self._book.pauses()}
+        except (HoldfastError, TimeoutError) as exc:
+            _log.warning("whether triggers are paused is not known, so they start: %s", str(exc) or "no answer in time")
+
+    # Stop --------------------------------------------------------------------------------------------
+
+    async def _stop(self) -> None:
+        stops = [asyncio.create_task(each.trigger.stop()) for each in self._built]
+        hurry = asyncio.create_task(self._hurry())
+        try:
+            for each, outcome in zip(self._built, await asyncio.gather(*stops, return_exceptions=True), strict=True):
+                if isinstance(outcome, Exception):
+                    _log.error("trigger %s did not stop well: %s", each.entry.name, outcome)
+        finally:
+            hurry.cancel()
+        for each in self._built:
+            await each.close()
+        if self._book is not None:
+            with suppress(HoldfastError, TimeoutError):
+                async with asyncio.timeout(_PATIENCE_S):
+                    await self._book.remove_process(self.process)
+
+    async def _hurry(self) -> None:
+        await self._hurrying.wait()
+        for each in self._built:
+            each.trigger.stop_now()
+
+
+def _all(app: Holdfast, entries: Sequence[TriggerEntry]) -> list[BuiltTrigger]:
+    built: list[BuiltTrigger] = []
+    failed: dict[str, Exception] = {}
+    for entry in entries:
+        try:
+            built.append(build_trigger(app, entry))
+        except HoldfastError as exc:
+            failed[entry.name] = exc
+    if failed:
+        raise combined_error(failed)
+    return built

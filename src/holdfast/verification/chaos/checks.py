@@ -1,0 +1,290 @@
+"""Does the ledger agree with the submitter's journal, with the outside world, and with itself?
+
+Everything that must hold after any number of faults: no accepted job lost, one final event each, legal and gapless
+histories, one job for each idempotency key, effects at most once, ends as they were meant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from sqlalchemy import func, select
+
+from holdfast.core.states import FINAL, State
+from holdfast.ledger.port.effects import EffectState
+from holdfast.ledger.queries.jobs import Queries, Snapshot
+from holdfast.ledger.verify import LedgerReport, verify_ledger
+from holdfast.schema import anomalies, dlq_items, feed_positions, idempotency_keys, job_events, jobs
+from holdfast.verification.chaos.load import SubmissionJournal
+from holdfast.verification.chaos.parts import FaultResult
+from holdfast.verification.chaos.workload import WorkItem, external_effects, probe, work_item
+
+#: Defects that are told one by one; all are counted.
+KEPT: Final = 200
+_REPLAY_PREFIX: Final = "dlq:"
+_RECLAIMED: Final = "task.reclaimed"
+#: What a master had not passed on to its replica when a fault struck is younger than this, and receipts come no later.
+_NEAR_S: Final = 5.0
+
+
+class Findings(msgspec.Struct, kw_only=True):
+    """What was counted, and what is wrong."""
+
+    #: Errands that were accepted (probes are beside them), and jobs that people had run again.
+    accepted: int = 0
+    replayed: int = 0
+    #: Submissions that got no clear answer, and were repeated.
+    submissions_in_doubt: int = 0
+    receipts: int = 0
+    #: Runs of jobs: as many as there were claims.
+    executions: int = 0
+    #: Those that were taken from a worker that did not answer any more.
+    repeated_executions: int = 0
+    effects: int = 0
+    #: Nobody knew whether they had happened; a person looked.
+    effects_in_doubt: int = 0
+    ended: dict[str, int] = {}
+    #: Events that the ledger could not make part of a story, by reason.
+    anomalies: dict[str, int] = {}
+    ledger: LedgerReport = msgspec.field(default_factory=LedgerReport)
+    #: Whether the engine may have lost writes.
+    forgetful: bool = False
+    #: Jobs that were accepted, but not `durable`, and that went with such writes.
+    forgotten: int = 0
+    forgotten_jobs: list[str] = []
+    #: The fault that they went with → how many.
+    forgotten_by: dict[str, int] = {}
+    #: Accepted jobs that are not in the ledger, or have no end there.
+    lost: int = 0
+    defect_count: int = 0
+    defects: list[str] = []
+
+    @property
+    def ok(self) -> bool:
+        return not self.defect_count
+
+    def add(self, defect: str) -> None:
+        """One more defect."""
+        self.defect_count += 1
+        if len(self.defects) < KEPT:
+            self.defects.append(defect)
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """A job as the ledger has it."""
+
+    tenant_id: str
+    job_id: str
+    queue: str
+    job_type: str
+    state: str
+    idempotency_key: str
+    attempt: int
+    error_code: str | None
+    last_error: str | None
+
+
+async def check_run(
+    queries: Queries, journal: SubmissionJournal, folder: Path, errands: int, *, forgetful: bool = False
+) -> Findings:
+    """Check everything that the stores say of so many errands. Raises `LedgerUnavailable`.
+
+    `forgetful`: a fail-over may have lost the newest writes of the engine, as asynchronous replication does. Then a job
+    that was not `durable` may be gone; what the ledger has is held to the same as ever.
+    """
+    findings = Findings(forgetful=forgetful)
+    findings.ledger = await verify_ledger(queries)
+    for fault in findings.ledger.faults:
+        findings.add(f"the ledger is wrong: {fault}")
+    findings.defect_count += findings.ledger.fault_count - len(findings.ledger.faults)
+    async with queries.snapshot() as snapshot:
+        rows = await _rows(snapshot)
+        _check_answers(findings, journal, errands)
+        _check_journal(findings, journal, rows, folder)
+        await _check_others(findings, journal, snapshot, rows)
+        await _check_ends(findings, snapshot, rows)
+        await _check_effects(findings, journal, snapshot, rows, folder)
+        await _count(findings, snapshot)
+    _explain(findings)
+    findings.ended = dict(Counter(row.state for row in rows.values()))
+    findings.executions = sum(row.attempt for row in rows.values())
+    return findings
+
+
+def check_recoveries(struck: Sequence[FaultResult], within_s: float) -> list[str]:
+    """Faults after which work did not go on."""
+    return [
+        f"no job ended within {within_s:g} s after fault {each.fault.number}, {each.fault.kind} {each.fault.target}"
+        for each in struck
+        if not each.skipped and each.recovered_s < 0
+    ]
+
+
+def check_forgotten(findings: Findings, journal: SubmissionJournal, struck: Sequence[FaultResult]) -> None:
+    """Redis may forget what it accepted around a fault of its own (`struck`), and nothing else."""
+    near = [(each.began_at - _NEAR_S, each.over_at + _NEAR_S) for each in struck]
+    for job_id in list(findings.forgotten_jobs):
+        at = journal.accepted_at[job_id]
+        if not any(begin <= at <= end for begin, end in near):
+            findings.forgotten_jobs.remove(job_id)
+            findings.forgotten -= 1
+            findings.lost += 1
+            findings.add(f"job {job_id} is lost: nothing happened to Redis when it was accepted, and it is gone")
+
+
+async def lagging(queries: Queries, ends: Mapping[str, str]) -> list[str]:
+    """Feeds that the ledger has not read to their ends. `ends`: queue → the last entry of its feed."""
+    async with queries.snapshot() as snapshot:
+        positions = {row.feed: row.position async for row in snapshot.rows(select(*feed_positions.c))}
+    return [
+        f"it has read the feed of {queue} to {positions.get(queue)}, which ends at {end}"
+        for queue, end in ends.items()
+        if _place(positions.get(queue, "0-0")) < _place(end)
+    ]
+
+
+def _place(position: str) -> tuple[int, int]:
+    milliseconds, _, number = position.partition("-")
+    return int(milliseconds), int(number or 0)
+
+
+async def _rows(snapshot: Snapshot) -> dict[str, _Row]:
+    statement = select(*(jobs.c[name] for name in _Row.__struct_fields__))
+    return {row.job_id: _Row(**row._mapping) async for row in snapshot.rows(statement)}
+
+
+def errand_of(journal: SubmissionJournal, number: int, folder: Path) -> WorkItem:
+    """What was handed in under this number."""
+    return probe(journal.seed, -1 - number) if number < 0 else work_item(journal.seed, number, folder)
+
+
+def _check_answers(findings: Findings, journal: SubmissionJournal, errands: int) -> None:
+    """Whoever submits again and again comes to know."""
+    unknown = [number for number in range(errands) if number not in journal.accepted and number not in journal.refused]
+    if unknown:
+        findings.add(f"{len(unknown)} jobs were neither accepted nor refused, the first is number {unknown[0]}")
+
+
+def _check_journal(findings: Findings, journal: SubmissionJournal, rows: dict[str, _Row], folder: Path) -> None:
+    findings.accepted, findings.receipts = journal.errands, journal.receipts
+    findings.submissions_in_doubt = journal.doubts
+    for number, why in journal.refused.items():
+        findings.add(f"job {number} was refused: {why}")
+    for number, job_ids in journal.accepted.items():
+        # A key that was forgotten with its job is free again.
+        remembered = job_ids & rows.keys() if findings.forgetful else job_ids
+        if len(remembered) > 1:
+            findings.add(f"one idempotency key, several jobs: number {number} is {', '.join(sorted(job_ids))}")
+        meant = errand_of(journal, number, folder)
+        for job_id in job_ids:
+            _check_one(findings, journal, meant, job_id, rows.get(job_id))
+
+
+def _check_one(findings: Findings, journal: SubmissionJournal, meant: WorkItem, job_id: str, row: _Row | None) -> None:
+    what = f"job {meant.number} ({meant.kind}, {job_id})"
+    if row is None and findings.forgetful and not meant.durable:
+        findings.forgotten += 1
+        findings.forgotten_jobs.append(job_id)
+        return
+    if row is None:
+        findings.lost += 1
+        findings.add(f"{what} is lost: it was accepted, and the ledger has never heard of it")
+        return
+    if (row.tenant_id, row.queue, row.job_type) != (meant.tenant_id, meant.queue, meant.task):
+        findings.add(f"{what} is another one in the ledger: {row.job_type} of {row.tenant_id} in {row.queue}")
+    if row.state not in FINAL:
+        findings.lost += 1
+        findings.add(f"{what} has no end: it is {row.state}: {row.last_error or 'no error'}")
+    elif State(row.state) not in meant.may_end:
+        expected = " or ".join(sorted(meant.may_end))
+        findings.add(f"{what} is {row.state} instead of {expected}: {row.error_code}: {row.last_error}")
+    elif job_id in journal.cancelled and row.state != State.CANCELLED and not findings.forgetful:
+        findings.add(f"{what} is {row.state}, though its cancellation was confirmed")
+
+
+async def _check_others(
+    findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, _Row]
+) -> None:
+    """Jobs that nobody submitted, and keys that have several."""
+    letters = {row.dlq_id async for row in snapshot.rows(select(dlq_items.c.dlq_id))}
+    keys: Counter[tuple[str, str, str]] = Counter()
+    for row in rows.values():
+        keys[row.tenant_id, row.queue, row.idempotency_key] += 1
+        if row.job_id in journal.numbers:
+            continue
+        key = row.idempotency_key
+        if not (key.startswith(_REPLAY_PREFIX) and key.removeprefix(_REPLAY_PREFIX).rpartition(":")[0] in letters):
+            findings.add(f"job {row.job_id} ({row.job_type}, key {key}) was never submitted")
+            continue
+        findings.replayed += 1
+        if row.state not in FINAL:
+            findings.lost += 1
+            findings.add(f"replayed job {row.job_id} has no end: it is {row.state}")
+        elif row.state != State.FAILED:
+            findings.add(f"replayed job {row.job_id} is {row.state} instead of failed")
+    for (tenant_id, queue, key), count in keys.items():
+        if count > 1:
+            findings.add(f"one idempotency key, several jobs: {key} of {tenant_id} in {queue} has {count}")
+    for replayed in journal.replayed.values():
+        if replayed not in rows:
+            findings.lost += 1
+            findings.add(f"job {replayed} is lost: a person was told that a dead letter runs again as it")
+
+
+async def _check_ends(findings: Findings, snapshot: Snapshot, rows: dict[str, _Row]) -> None:
+    """One final event each."""
+    event = job_events.c
+    ends = select(event.job_id, func.count().label("ends")).where(event.to_state.in_([*FINAL])).group_by(event.job_id)
+    counted = {row.job_id: row.ends async for row in snapshot.rows(ends)}
+    for job_id, row in rows.items():
+        count = counted.get(job_id, 0)
+        if count != (row.state in FINAL):
+            findings.add(f"job {job_id} is {row.state} and has {count} final events")
+
+
+async def _check_effects(
+    findings: Findings, journal: SubmissionJournal, snapshot: Snapshot, rows: dict[str, _Row], folder: Path
+) -> None:
+    """At most once outside, for every key; and if the job says that it was done, once."""
+    done = Counter(external_effects(folder))
+    findings.effects = done.total()
+    findings.effects_in_doubt = len(journal.resolved)
+    for line, count in done.items():
+        if count > 1:
+            findings.add(f"effect {line} happened {count} times")
+    for number, job_ids in journal.accepted.items():
+        key = errand_of(journal, number, folder).arguments.get("key")
+        if key is None:
+            continue
+        ends = {rows[job_id].state for job_id in job_ids if job_id in rows}
+        if State.SUCCEEDED in ends and not done[key]:
+            findings.add(f"effect {key} never happened, though its job succeeded")
+    open_keys = select(idempotency_keys.c.key, idempotency_keys.c.state).where(
+        idempotency_keys.c.state != EffectState.DONE.value
+    )
+    async for row in snapshot.rows(open_keys):
+        findings.add(f"effect {row.key} is still {row.state}, though every job has ended")
+
+
+async def _count(findings: Findings, snapshot: Snapshot) -> None:
+    reclaimed = select(func.count()).select_from(job_events).where(job_events.c.type == _RECLAIMED)
+    findings.repeated_executions = await snapshot.scalar(reclaimed)
+    reasons: Counter[str] = Counter()
+    async for row in snapshot.rows(select(anomalies.c.reason)):
+        reasons[row.reason] += 1
+    findings.anomalies = dict(reasons)
+
+
+def _explain(findings: Findings) -> None:
+    """Forks, restored jobs and anomalies are what a store leaves that has lost writes; else they are defects."""
+    if findings.forgetful:
+        return
+    for reason, count in findings.anomalies.items():
+        findings.add(f"{count} anomalies in the ledger, though no store lost a write: {reason}")
+    for what, count in (("forked", findings.ledger.forks), ("restored", findings.ledger.restores)):
+        if count:
+            findings.add(f"{count} jobs were {what}, though no store lost a write")

@@ -1,0 +1,364 @@
+"""A real deployment on this machine: workers, upkeep, web server, Redis with AOF and PostgreSQL, each a process.
+
+Every program has its own way to each store, through a `Proxy`, so that one of them can be cut off while the others go
+on. (Sentinel and Cluster tell clients the real addresses: there the ways to Redis have no proxies.) A part that dies
+though nobody hurt it is started again, and the deployment remembers: `notes`.
+
+Nothing is left when it is closed, or when its start is interrupted, or when this process is killed, except the logs in
+its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Final, Self
+
+from holdfast.app import Holdfast
+from holdfast.core.principal import ALL_TENANTS, Principal, Role
+from holdfast.ledger.migrate import migration_store, up
+from holdfast.operations.operations import Operations
+from holdfast.settings import Settings
+from holdfast.verification.chaos.parts import (
+    SOURCE,
+    Disk,
+    DiskPostgres,
+    FaultKind,
+    Part,
+    Program,
+    WebProgram,
+    do,
+    kill_group,
+    to_its_end,
+)
+from holdfast.verification.chaos.proxy import Proxy
+from holdfast.verification.chaos.reaper import Reaper, reap_stale
+from holdfast.verification.chaos.servers import ServerProcess, find_postgres, find_redis
+from holdfast.verification.chaos.topologies import SingleRedis, Topology, make_topology
+
+APP: Final = "holdfast.verification.chaos.workload:app"
+#: Short leases and little patience, so that many faults outlast them.
+SETTINGS: Final[Mapping[str, str]] = {
+    "HOLDFAST_VISIBILITY_TIMEOUT_S": "3",
+    "HOLDFAST_HEARTBEAT_INTERVAL_S": "1",
+    "HOLDFAST_RECLAIM_INTERVAL_S": "0.5",
+    "HOLDFAST_CONNECT_TIMEOUT_S": "2",
+    "HOLDFAST_REPLY_TIMEOUT_S": "2",
+    "HOLDFAST_RECONCILE_INTERVAL_S": "5",
+    "HOLDFAST_DRAIN_GRACE_S": "3",
+    # A job whose workers are killed all the time is not poison.
+    "HOLDFAST_MAX_DELIVERIES": "1000",
+}
+#: Nobody is told that something was done before it is on the disk.
+STRICT: Final = {"appendfsync": "always"}
+#: Replicas speak once a second.
+_MAX_LAG_S: Final = "2"
+_POSTGRES: Final = {"max_connections": "200", "wal_level": "minimal", "max_wal_senders": "0"}
+
+_PROCESS: Final = frozenset({FaultKind.KILL, FaultKind.STOP, FaultKind.RESTART})
+_WAYS: Final = frozenset({FaultKind.CUT, FaultKind.SLOW, FaultKind.STALL})
+_STORE: Final = _PROCESS | _WAYS | {FaultKind.LOSE_REPLY, FaultKind.FILL}
+_WATCH_S: Final = 0.1
+_RESTARTED_WITHIN_S: Final = 60.0
+
+
+class Deployment:
+    """`async with Deployment(folder) as deployment:`; hurt it with `strike`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        topology: str = "single",
+        workers: int = 3,
+        servers: int = 1,
+        upkeeps: int = 1,
+        seed: int = 0,
+        redis_binary: Path | None = None,
+        min_replicas: int = 0,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """`settings` are variables, `HOLDFAST_…`, on top of `SETTINGS`. A master of Redis with fewer than
+        `min_replicas` accepts nothing. Raises `UsageError` for a missing server."""
+        self.folder = folder
+        self.seed = seed
+        self.settings = {**SETTINGS, **(settings or {})}
+        self._counts = {"worker": workers, "upkeep": upkeeps, "server": servers}
+        self._redis_binary = find_redis(redis_binary)
+        self._postgres_binary = find_postgres()
+        self._topology_name = topology
+        self._min_replicas = min_replicas
+        self.topology: Topology | None = None
+        self.parts: dict[str, Part] = {}
+        #: By store: all ways to it.
+        self.ways: dict[str, list[Proxy]] = {"redis": [], "postgres": []}
+        self.environment: dict[str, str] = {}
+        self.direct: dict[str, str] = {}
+        self.http_url = ""
+        self._notes: list[str] = []
+        self._stack = AsyncExitStack()
+        self._watching: asyncio.Task[None] | None = None
+
+    # Its life ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """All parts run and answer when it returns. If that fails, or is interrupted, nothing is left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            await self._start_stores()
+            await self._start_programs()
+        except BaseException:
+            await self.close()
+            raise
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """End every process, unmount every disk, delete all data. Logs stay."""
+        await to_its_end(self._close())
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def heal(self) -> None:
+        """Every proxy clear, every disk free, every process awake, running and answering."""
+        for proxy in (way for ways in self.ways.values() for way in ways):
+            proxy.clear()
+        for part in self.parts.values():
+            for door in part.doors:
+                door.clear()
+            if part.disk is not None:
+                await do(part.disk.free)
+        for part in self.parts.values():
+            async with part.in_trouble:
+                await self.check_part(part)
+                await self.restart_part(part)
+        if self.topology is not None:
+            await do(self.topology.heal)
+
+    def notes(self) -> list[str]:
+        """What should not have happened: deaths that were nobody's doing, bad endings, tracebacks in logs."""
+        found = list(self._notes)
+        for part in self.parts.values():
+            if isinstance(part.process, Program):
+                found += part.process.defects
+                found += [f"{part.name} has a traceback in its log: {line}" for line in part.process.tracebacks()]
+        return found
+
+    @property
+    def cannot(self) -> dict[str, str]:
+        """What cannot be done here at all, and why: for the report."""
+        disks = {part.name: part.disk.why_not for part in self.parts.values() if part.disk is not None}
+        return {f"{FaultKind.FILL} {name}": why for name, why in disks.items() if why}
+
+    @property
+    def _redis_disk(self) -> Path:
+        return self.folder.resolve() / "redis" / "disk"
+
+    # How it is put together --------------------------------------------------------------------------------
+
+    async def _start_stores(self) -> None:
+        await do(reap_stale)
+        postgres = DiskPostgres(self._postgres_binary, _POSTGRES, self.folder / "postgres.log")
+        guardian = Reaper(self.folder, [postgres.folder, self._redis_disk])
+        self._stack.push_async_callback(do, guardian.release)
+        self._stack.push_async_callback(do, postgres.remove)
+        self._add(Part("postgres", postgres, _STORE, postgres.disk))
+        topology = self.topology = self._make_topology()
+        self._stack.push_async_callback(do, topology.stop)
+        if isinstance(topology, SingleRedis):
+            redis = self.parts["redis"]
+            assert redis.disk is not None
+            self._stack.push_async_callback(do, redis.disk.unmount)
+            await do(redis.disk.mount)
+        # Not one after the other: the slow one takes a second.
+        await _all(do(postgres.start), do(topology.start))
+        for part in self.parts.values():
+            part.kinds = _kinds(part.kinds, part.disk)
+        await self._migrate(postgres.url)
+        self.direct = {**self.settings, "HOLDFAST_URL": topology.url, "HOLDFAST_LEDGER": postgres.url}
+        self.direct["HOLDFAST_TOKEN"] = await self._issue_token()
+
+    def _make_topology(self) -> Topology:
+        folder, options, disk = self.folder / "redis", dict(STRICT), None
+        if self._topology_name == SingleRedis.name:
+            disk = Disk(self._redis_disk)
+            options["dir"] = str(disk.folder)
+        if self._min_replicas:
+            options |= {"min-replicas-to-write": str(self._min_replicas), "min-replicas-max-lag": _MAX_LAG_S}
+        # What replicas have is not on their masters' disks only, so that there a second more or less does not matter.
+        made = make_topology(self._topology_name, folder, binary=self._redis_binary, aof=True, options=options)
+        for name, server in made.servers.items():
+            self._add(Part(name, server, _STORE if disk is not None else _PROCESS, disk))
+        if made.can_fail_over:
+            self.parts["redis"].kinds |= {FaultKind.FAIL_OVER, FaultKind.HAND_OVER}
+        return made
+
+    async def _start_programs(self) -> None:
+        self.environment = {**self.direct, **await self._own_ways(None)}
+        commands = {"worker": ["worker", APP], "upkeep": ["upkeep", APP], "server": ["serve", APP]}
+        for group, count in self._counts.items():
+            for number in range(1, count + 1):
+                await self._add_program(f"{group}-{number}", commands[group])
+        programs = [part for part in self.parts.values() if isinstance(part.process, Program)]
+        await _all(*(do(part.process.start) for part in programs))
+
+    async def _add_program(self, name: str, words: list[str]) -> None:
+        doors: list[Proxy] = []
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HOLDFAST_")}
+        path = os.pathsep.join(filter(None, [str(SOURCE), kept.get("PYTHONPATH", "")]))
+        variables = {**kept, **self.settings, **await self._own_ways(doors), "PYTHONPATH": path}
+        kinds = _PROCESS | _WAYS
+        process: Program
+        if words[0] == "serve":
+            process = WebProgram(name, words, self.folder, variables)
+            doors.append(await self._stack.enter_async_context(Proxy(process.port)))
+            self.http_url = self.http_url or f"http://127.0.0.1:{doors[-1].port}"
+            kinds |= {FaultKind.LOSE_REPLY}
+        else:
+            process = Program(name, words, self.folder, variables)
+        part = Part(name, process, kinds)
+        part.doors = doors
+        self._add(part)
+        self._stack.push_async_callback(self._end, part)
+
+    async def _own_ways(self, doors: list[Proxy] | None) -> dict[str, str]:
+        """The stores' addresses by ways of somebody's own."""
+        assert self.topology is not None
+        found = {"HOLDFAST_URL": self.topology.url}
+        if isinstance(self.topology, SingleRedis):
+            way = await self._way("redis", doors)
+            found["HOLDFAST_URL"] = way.url
+        way = await self._way("postgres", doors)
+        found["HOLDFAST_LEDGER"] = f"postgresql://postgres@127.0.0.1:{way.port}/postgres"
+        return found
+
+    async def _way(self, store: str, doors: list[Proxy] | None) -> Proxy:
+        way = await self._stack.enter_async_context(Proxy(self.parts[store].process.port))
+        self.ways[store].append(way)
+        self.parts[store].doors.append(way)
+        if doors is not None:
+            doors.append(way)
+        return way
+
+    def _add(self, part: Part) -> None:
+        self.parts[part.name] = part
+
+    async def _migrate(self, url: str) -> None:
+        store = migration_store(url)
+        try:
+            await up(store)
+        finally:
+            await store.close()
+
+    async def _issue_token(self) -> str:
+        """For whoever submits and decides: an admin of all tenants."""
+        maker = Principal(name="local:chaos", role=Role.ADMIN, tenants=frozenset({ALL_TENANTS}), verified=False)
+        values = {key.removeprefix("HOLDFAST_").lower(): value for key, value in self.direct.items()}
+        async with Holdfast(settings=Settings.load(**values)) as app:
+            _, text = await Operations.for_app(app).tokens.create(
+                maker, name="chaos", role=Role.ADMIN, tenants=[ALL_TENANTS]
+            )
+        return text
+
+    # Supervision -------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for part in self.parts.values():
+                if not part.in_trouble.locked() and part.process.ended is not None:
+                    async with part.in_trouble:
+                        await self.check_part(part)
+
+    async def check_part(self, part: Part) -> None:
+        """Who has died without our doing is noted, and started again.
+
+        For whoever holds `in_trouble`, before anything is done to it: the next fault would bury this death.
+        """
+        if part.process.ended is not None:
+            self._note_death(part)
+            await self.restart_part(part)
+
+    def _note_death(self, part: Part) -> None:
+        code = part.process.ended
+        if code is not None:
+            self._notes.append(f"{part.name} ended with {_exit(code)} though nobody had hurt it")
+
+    async def restart_part(self, part: Part) -> None:
+        """Running and answering. Whoever does not start in spite of trying is noted, and tried again for a while.
+
+        A program that finds a store hurt may end and say so: whoever started it starts it again.
+        """
+        give_up_at = monotonic() + _RESTARTED_WITHIN_S
+        while True:
+            began = monotonic()
+            try:
+                await do(part.revive)
+                return
+            except (RuntimeError, TimeoutError) as exc:
+                if not (isinstance(part.process, Program) and self._was_store_hurt(began)):
+                    self._notes.append(f"{part.name} did not start: {exc}")
+                if monotonic() > give_up_at:
+                    raise
+            await asyncio.sleep(_WATCH_S)
+
+    def _was_store_hurt(self, since: float) -> bool:
+        stores = [part for part in self.parts.values() if not isinstance(part.process, Program)]
+        return any(part.in_trouble.locked() or part.hurt_until >= since for part in stores)
+
+    async def _end(self, part: Part) -> None:
+        self._note_death(part)
+        leader = _pid(part.process)
+        await do(part.end)
+        if leader is not None and kill_group(leader):
+            self._notes.append(f"{part.name} left processes behind when it ended")
+
+    async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        for part in self.parts.values():
+            for door in part.doors:
+                door.clear()
+        try:
+            await self._stack.aclose()
+        finally:
+            await do(self._delete_data)
+
+    def _delete_data(self) -> None:
+        for part in self.parts.values():
+            if part.disk is not None:
+                shutil.rmtree(part.disk.folder, ignore_errors=True)
+
+
+def _kinds(kinds: frozenset[FaultKind], disk: Disk | None) -> frozenset[FaultKind]:
+    """Those that are possible: a disk that could not be mounted cannot be filled."""
+    return kinds if disk is not None and not disk.why_not else kinds - {FaultKind.FILL}
+
+
+def _pid(process: ServerProcess) -> int | None:
+    return process.pid if process.started else None
+
+
+def _exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+async def _all(*work: object) -> None:
+    """All of it to its end, then the first failure if there was one."""
+    done = await asyncio.gather(*work, return_exceptions=True)  # type: ignore[call-overload]
+    for outcome in done:
+        if isinstance(outcome, BaseException):
+            raise outcome

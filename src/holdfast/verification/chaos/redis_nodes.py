@@ -1,0 +1,146 @@
+"""The servers of a Redis topology: data nodes and sentinels, and how they are asked.
+
+Both keep their ports for life, below the range from which systems lend ports: a killed one finds its own free when it
+comes back.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+import hiredis
+
+from holdfast.verification.chaos.servers import RedisServer
+
+#: What Sentinel calls the master.
+SERVICE: Final = "holdfast"
+_ANSWER_S: Final = 5.0
+#: A cluster's nodes talk to each other so far above the port that clients use.
+_BUS: Final = 10_000
+_PORTS: Final = (12_000, 22_000)
+
+
+def ask(port: int, *command: str | int) -> Any:
+    """One command on a connection of its own: its reply, or `OSError` / `hiredis.ReplyError`."""
+    reader = hiredis.Reader(encoding="utf-8", errors="replace")
+    with socket.create_connection(("127.0.0.1", port), timeout=_ANSWER_S) as connection:
+        connection.sendall(hiredis.pack_command(command))  # type: ignore[arg-type]  # it takes any number
+        while (reply := reader.gets()) is False:
+            data = connection.recv(65536)
+            if not data:
+                raise ConnectionError(f"the server on port {port} closed the connection")
+            reader.feed(data)
+    if isinstance(reply, hiredis.ReplyError):
+        raise reply
+    return reply
+
+
+class Node(RedisServer):
+    """A data server, on a port that stays free for it while it is dead."""
+
+    def __init__(self, binary: Path, folder: Path, options: Mapping[str, str] | None = None) -> None:
+        super().__init__(binary, folder, options)
+        self.port = quiet_port()
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def ask(self, *command: str | int) -> Any:
+        return ask(self.port, *command)
+
+    def info(self, section: str) -> dict[str, str]:
+        """One section of INFO (or CLUSTER INFO, by the name `cluster info`), empty while it does not answer."""
+        words = ("CLUSTER", "INFO") if section == "cluster info" else ("INFO", section)
+        try:
+            lines = str(self.ask(*words)).splitlines()
+        except (OSError, hiredis.ReplyError):
+            return {}
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
+    @property
+    def is_master(self) -> bool:
+        return self.info("replication").get("role") == "master"
+
+    def is_replica_of(self, master: Node) -> bool:
+        """In sync or not."""
+        seen = self.info("replication")
+        return seen.get("role") == "slave" and seen.get("master_port") == str(master.port)
+
+    def follows(self, master: Node) -> bool:
+        """It is that one's replica, and has all that it had a moment ago."""
+        seen = self.info("replication")
+        in_sync = seen.get("master_link_status") == "up" and seen.get("master_sync_in_progress") == "0"
+        return in_sync and self.is_replica_of(master)
+
+    def cut_off_replicas(self) -> None:
+        """From now until it starts again replicas get nothing more; clients notice nothing."""
+        self.ask("ACL", "SETUSER", "default", "-psync", "-sync")
+        self.ask("CLIENT", "KILL", "TYPE", "replica")
+
+
+class Sentinel(Node):
+    """One of those who watch a master. What it has learnt is in its configuration, and outlives it."""
+
+    def __init__(self, binary: Path, folder: Path, master: Node, down_after_ms: int) -> None:
+        super().__init__(binary, folder)
+        self._master = master
+        self._down_after_ms = down_after_ms
+
+    def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        configuration = self.folder / "sentinel.conf"
+        if not configuration.exists():
+            configuration.write_text("\n".join(self._first_lines()) + "\n")
+        command = [str(self.binary), str(configuration), "--sentinel"]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _first_lines(self) -> list[str]:
+        return [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {self.folder}",
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self._master.port} 2",
+            f"sentinel down-after-milliseconds {SERVICE} {self._down_after_ms}",
+            # Twice this long after one fail-over began, the next may.
+            f"sentinel failover-timeout {SERVICE} 2000",
+        ]
+
+    def master_port(self) -> int:
+        """Whom it takes for the master; 0 if it does not answer."""
+        try:
+            address = self.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+        except (OSError, hiredis.ReplyError):
+            return 0
+        return int(address[1]) if address else 0
+
+    def state(self) -> dict[str, str]:
+        """What it knows of the master; empty if it does not answer."""
+        try:
+            words = self.ask("SENTINEL", "MASTER", SERVICE)
+        except (OSError, hiredis.ReplyError):
+            return {}
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def quiet_port() -> int:
+    """A free port whose cluster bus port (10,000 above) is free too."""
+    for _ in range(1_000):
+        port = random.randint(*_PORTS)
+        if all(map(_is_free, (port, port + _BUS))):
+            return port
+    raise RuntimeError(f"no free pair of ports between {_PORTS[0]} and {_PORTS[1]}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,388 @@
+"""Redis as it is deployed: alone, watched over by Sentinel, or as a Cluster.
+
+Each is a handful of real servers on ports of their own, that can be killed one by one, asked to fail over, and
+healed. Everything here blocks until it is so, with a deadline: `start` until clients are served and replicas are in
+sync, `fail_over` until another is master, `heal` until all run and are joined again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from math import inf
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, ClassVar, Final
+
+import hiredis
+
+from holdfast.verification.chaos.redis_nodes import SERVICE, Node, Sentinel, ask
+from holdfast.verification.chaos.servers import ServerProcess, find_redis
+
+#: How long a fail-over, a heal or a start may take; on a busy machine elections repeat.
+PATIENCE_S: Final = 60.0
+_SLOTS: Final = 16384
+_LOOK_S: Final = 0.02
+#: Redis gives a hand-over five seconds.
+_HANDED_OVER_WITHIN_S: Final = 6.0
+#: Words of a row of CLUSTER NODES before the slots, less the three that are read.
+_BEFORE_SLOTS: Final = 5
+#: A replica begins to copy at once instead of waiting for others to join it.
+_COMMON: Final[Mapping[str, str]] = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
+_AOF: Final[Mapping[str, str]] = {"appendonly": "yes", "appendfsync": "everysec"}
+
+
+class Topology(ABC):
+    """Some Redis servers that are one store to their clients."""
+
+    name: ClassVar[str]
+    #: Whether there is somebody to take over.
+    can_fail_over: bool = True
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        binary: Path | None = None,
+        aof: bool = False,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.binary = binary or find_redis()
+        self._options = {**_COMMON, **(_AOF if aof else {}), **(options or {})}
+        #: All its processes by name: `redis`, `redis-2`, …, `sentinel-1`, …
+        self.servers: dict[str, ServerProcess] = {}
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """HOLDFAST_URL for it."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start all; clients are served and replicas in sync when it returns."""
+
+    @abstractmethod
+    def masters(self) -> list[str]:
+        """The names of those that clients write to."""
+
+    @abstractmethod
+    def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
+        """A replica takes the place of a master (of `target`); the name of the new one.
+
+        With `kill` the master dies by kill -9, and stays dead until `heal`. Else it is asked to hand over.
+        """
+
+    @abstractmethod
+    def heal(self) -> None:
+        """All processes run, are awake, and are joined again."""
+
+    def stop(self) -> None:
+        """End all. Safe to call when nothing runs."""
+        for server in reversed(self.servers.values()):
+            server.stop()
+
+    def wipe(self) -> None:
+        """Everything that was stored is gone, as after a FLUSHALL by mistake."""
+        for name in self.masters():
+            self.node(name).ask("FLUSHALL")
+
+    def node(self, name: str) -> Node:
+        """A server by name."""
+        server = self.servers[name]
+        assert isinstance(server, Node)
+        return server
+
+    def nodes(self) -> dict[str, Node]:
+        """The data servers, dead or alive."""
+        found = {name: self.node(name) for name in self.servers}
+        return {name: node for name, node in found.items() if not isinstance(node, Sentinel)}
+
+    def _add(self, number: int, **options: str) -> Node:
+        name = "redis" if number == 1 else f"redis-{number}"
+        arguments = {**self._options, **{key.replace("_", "-"): value for key, value in options.items()}}
+        node = Node(self.binary, self.folder / name, arguments)
+        self.servers[name] = node
+        return node
+
+    def _revive(self) -> None:
+        for server in self.servers.values():
+            assert isinstance(server, Node)
+            server.resume() if server.runs else server.start()
+
+    def _wait(self, look: Callable[[], Any], what: str) -> Any:
+        """What `look` gives once that is true."""
+        give_up_at = monotonic() + PATIENCE_S
+        while not (seen := look()):
+            if monotonic() > give_up_at:
+                raise TimeoutError(f"{self.name}: waited {PATIENCE_S:g} s for {what} in vain; see {self.folder}")
+            sleep(_LOOK_S)
+        return seen
+
+
+class SingleRedis(Topology):
+    """One server. When it dies, everybody waits until it is back."""
+
+    name = "single"
+    can_fail_over = False
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        self._only = self._add(1)
+
+    @property
+    def url(self) -> str:
+        return self._only.url
+
+    def start(self) -> None:
+        self._only.start()
+
+    def masters(self) -> list[str]:
+        return ["redis"]
+
+    def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
+        raise RuntimeError("a single Redis has nobody to fail over to; use Sentinel or Cluster")
+
+    def heal(self) -> None:
+        self._revive()
+        self._wait(lambda: self._only.info("persistence").get("loading") == "0", "the data to be loaded")
+
+
+class SentinelRedis(Topology):
+    """A master and its replica, and three sentinels of which two must agree.
+
+    Sentinels ask once a second: with much less than 1.5 s for an answer they take a master for dead that they have
+    only just been told of, and fail over back and forth.
+    """
+
+    name = "sentinel"
+
+    def __init__(self, folder: Path, *, down_after_ms: int = 1_500, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        first, self._down_after_ms = self._add(1), down_after_ms
+        self._add(2)
+        self._sentinels = [
+            Sentinel(self.binary, folder / f"sentinel-{number}", first, down_after_ms) for number in (1, 2, 3)
+        ]
+        self.servers |= {f"sentinel-{number}": server for number, server in enumerate(self._sentinels, 1)}
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self._sentinels)
+        return f"redis+sentinel://{hosts}/{SERVICE}/0"
+
+    def start(self) -> None:
+        for node in self.nodes().values():
+            node.start()
+        self._follow("redis")
+        # Only now: a sentinel takes what it finds for granted.
+        self._wait(lambda: self.node("redis-2").follows(self.node("redis")), "the replica to be in sync")
+        for sentinel in self._sentinels:
+            sentinel.start()
+        self._wait(self._is_whole, "the sentinels to know each other and the replica")
+
+    def masters(self) -> list[str]:
+        """By what the sentinels say: only one that most of them name counts."""
+        said = [sentinel.master_port() for sentinel in self._sentinels if sentinel.runs]
+        return [name for name, node in self.nodes().items() if said.count(node.port) * 2 > len(self._sentinels)]
+
+    def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
+        old = target or self._wait(self.masters, "the sentinels to agree on a master")[0]
+        if kill:
+            self.node(old).kill()
+        else:
+            self._wait(self._ask_to_hand_over, "a sentinel that lets the master hand over")
+        return str(self._wait(lambda: self._successor(old), f"another master than {old}"))
+
+    def heal(self) -> None:
+        self._revive()
+        self._wait(self._rejoin, "all to be joined again")
+
+    def _successor(self, old: str) -> str | None:
+        found = [name for name in self.masters() if name != old]
+        return found[0] if found and self.node(found[0]).is_master else None
+
+    def _ask_to_hand_over(self) -> bool:
+        """Refused while the sentinel has not seen a good replica lately, or has a fail-over under way."""
+        with suppress(OSError, hiredis.ReplyError):
+            self._sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE)
+            return True
+        return False
+
+    def _rejoin(self) -> bool:
+        masters = self.masters()
+        settled = all(sentinel.state().get("flags") == "master" for sentinel in self._sentinels)
+        if masters and settled and self.node(masters[0]).is_master:
+            # A sentinel would do the same to an old master that is back, ten seconds later.
+            self._follow(masters[0])
+        return self._is_whole()
+
+    def _follow(self, master: str) -> None:
+        other = self.node(self._other(master))
+        if other.info("replication").get("master_port") != str(self.node(master).port):
+            other.ask("REPLICAOF", "127.0.0.1", self.node(master).port)
+
+    def _other(self, name: str) -> str:
+        return next(other for other in self.nodes() if other != name)
+
+    def _is_whole(self) -> bool:
+        masters = self.masters()
+        if len(masters) != 1:
+            return False
+        master = self.node(masters[0])
+        if not master.is_master or not self.node(self._other(masters[0])).follows(master):
+            return False
+        return all(_sees_all(sentinel.state(), master.port) for sentinel in self._sentinels)
+
+
+class ClusterRedis(Topology):
+    """Masters that share the slots, each with its replica."""
+
+    name = "cluster"
+
+    def __init__(
+        self, folder: Path, *, masters: int = 3, replicas: int = 1, node_timeout_ms: int = 1_000, **settings: Any
+    ) -> None:
+        super().__init__(folder, **settings)
+        self._first_masters = masters
+        self._replicas = replicas
+        self.can_fail_over = replicas > 0
+        for number in range(1, masters * (1 + replicas) + 1):
+            self._add(
+                number,
+                cluster_enabled="yes",
+                cluster_config_file="nodes.conf",
+                cluster_node_timeout=str(node_timeout_ms),
+                # A replica that lost its master long ago is still better than none.
+                cluster_replica_validity_factor="0",
+                # Replicas stay with the masters that they were given.
+                cluster_migration_barrier="100",
+            )
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes().values())
+
+    def start(self) -> None:
+        nodes = list(self.nodes().values())
+        known = all((node.folder / "nodes.conf").exists() for node in nodes)
+        for node in nodes:
+            node.start()
+        if not known:
+            self._create(nodes)
+        self._wait(self._is_whole, "the cluster to be whole")
+
+    def masters(self) -> list[str]:
+        """Those that have slots, by what one of the living says."""
+        ports = self._with_slots()
+        return [name for name, node in self.nodes().items() if node.port in ports and node.is_master]
+
+    def owner(self, key: str) -> str:
+        """The master that has this key."""
+        slot = ask(self._any().port, "CLUSTER", "KEYSLOT", key)
+        for first, last, address, *_ in ask(self._any().port, "CLUSTER", "SLOTS"):
+            if first <= slot <= last:
+                return next(name for name, node in self.nodes().items() if node.port == address[1])
+        raise LookupError(f"nobody has slot {slot}")
+
+    def fail_over(self, *, kill: bool = True, target: str | None = None) -> str:
+        old = target or self._wait(self.masters, "a master")[0]
+        heirs = [name for name, node in self.nodes().items() if node.runs and node.is_replica_of(self.node(old))]
+        if not heirs:
+            raise RuntimeError(f"{old} has no replica that could take over; heal() first")
+        if kill:
+            self.node(old).kill()
+        asked_at = -inf
+
+        def look() -> str | None:
+            nonlocal asked_at
+            if not kill and monotonic() - asked_at > _HANDED_OVER_WITHIN_S:
+                # Given up silently if it takes longer, as it does on a busy machine.
+                asked_at = monotonic()
+                with suppress(OSError, hiredis.ReplyError):
+                    self.node(heirs[0]).ask("CLUSTER", "FAILOVER")
+            return self._successor(heirs)
+
+        return str(self._wait(look, f"a replica of {old} to take over"))
+
+    def heal(self) -> None:
+        self._revive()
+        self._wait(self._is_whole, "the cluster to be whole again")
+
+    def _create(self, nodes: list[Node]) -> None:
+        for epoch, node in enumerate(nodes, 1):
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", epoch)
+        for node in nodes[1:]:
+            node.ask("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
+        masters, replicas = nodes[: self._first_masters], nodes[self._first_masters :]
+        share = _SLOTS / len(masters)
+        for number, master in enumerate(masters):
+            master.ask("CLUSTER", "ADDSLOTS", *range(round(number * share), round((number + 1) * share)))
+        self._wait(lambda: all(_knows(node, len(nodes)) for node in nodes), "all nodes to know each other")
+        for number, replica in enumerate(replicas):
+            master_id = masters[number % len(masters)].ask("CLUSTER", "MYID")
+            self._wait(partial(_replicate, replica, master_id), "a replica to know its master")
+
+    def _any(self) -> Node:
+        return next(node for node in self.nodes().values() if node.runs)
+
+    def _successor(self, heirs: list[str]) -> str | None:
+        alive = [node for node in self.nodes().values() if node.runs]
+        if any(node.info("cluster info").get("cluster_state") != "ok" for node in alive):
+            return None
+        return next((name for name in heirs if name in self.masters()), None)
+
+    def _with_slots(self) -> set[int]:
+        """Ports of the healthy nodes that have slots, as one living node sees it."""
+        found = set()
+        for row in str(self._any().ask("CLUSTER", "NODES")).splitlines():
+            _, address, flags, *rest = row.split()
+            healthy = not {"fail", "fail?", "handshake"} & set(flags.split(","))
+            if healthy and len(rest) > _BEFORE_SLOTS:
+                found.add(int(address.split("@")[0].rpartition(":")[2]))
+        return found
+
+    def _is_whole(self) -> bool:
+        nodes = list(self.nodes().values())
+        for node in nodes:
+            seen = node.info("cluster info")
+            if seen.get("cluster_state") != "ok" or seen.get("cluster_known_nodes") != str(len(nodes)):
+                return False
+            if seen.get("cluster_slots_ok") != str(_SLOTS):
+                return False
+        masters = [self.node(name) for name in self.masters()]
+        if len(masters) != self._first_masters:
+            return False
+        return all(node in masters or any(node.follows(master) for master in masters) for node in nodes)
+
+
+def make_topology(name: str, folder: Path, **settings: Any) -> Topology:
+    """By name: `single`, `sentinel`, `cluster`."""
+    kinds: dict[str, type[Topology]] = {kind.name: kind for kind in (SingleRedis, SentinelRedis, ClusterRedis)}
+    if name not in kinds:
+        raise ValueError(f"unknown topology {name!r}; there are {', '.join(kinds)}")
+    return kinds[name](folder, **settings)
+
+
+def _sees_all(state: Mapping[str, str], master_port: int) -> bool:
+    """This sentinel knows the master as healthy, its replica and both other sentinels."""
+    return (
+        state.get("port") == str(master_port)
+        and state.get("flags") == "master"
+        and state.get("num-slaves") == "1"
+        and state.get("num-other-sentinels") == "2"
+    )
+
+
+def _knows(node: Node, count: int) -> bool:
+    rows = str(node.ask("CLUSTER", "NODES")).splitlines()
+    return len(rows) == count and not any("handshake" in row for row in rows)
+
+
+def _replicate(node: Node, master_id: str) -> bool:
+    with suppress(hiredis.ReplyError):
+        node.ask("CLUSTER", "REPLICATE", master_id)
+        return True
+    return False
